@@ -24,16 +24,16 @@ SHARE_OF_MEMORY = 0.92
 
 ASSUMPTIONS = (
     "mixed precision with Adam: 16 bytes a parameter; ZeRO splits 12 (stage 1), 14 (2) or 16 (3) of them over dp ranks",
-    "divided evenly: layers / pp layers and 1 / pp of all parameters on each stage, as publications count",
-    "first stage: the most layers that any stage has, and the embeddings; last stage: the fewest, the head and loss",
-    "1F1B: the first stage holds the activations of as many micro-batches as there are stages, the last one of one",
-    "buffers: one layer that is computed again, with its attention scores (no fused attention); often not published",
-    "a layer keeps its input, 2 bytes a number; without checkpointing, all that it computes; each tp rank has a slice",
-    "ZeRO stage 2 reduces gradients in every micro-batch, stage 3 also gathers parameters twice; 0 and 1 once a step",
-    f"computing reaches {SHARE_OF_PEAK:.0%} of the peak, links {SHARE_OF_LINK:.0%} of their rate; nothing overlaps",
-    "an axis that leaves the node sends all its bytes over the node's adapters, of which each GPU has an equal part",
-    f"{1 - SHARE_OF_MEMORY:.0%} of the memory is left to the driver, the allocator and communication",
-    "the optimizer's own time, checkpoints and loading of data are left out",
+    "even split: layers / pp layers and 1 / pp of all parameters on each stage, as publications count them",
+    "first stage: the most layers of any stage, and the embeddings; last stage: the fewest layers, head and loss",
+    "1F1B: the first stage stores the activations of pp micro-batches, the last stage those of one",
+    "buffers: one recomputed layer, with its attention scores (no fused attention); publications often omit it",
+    "a layer saves its input, 2 bytes a number, or without checkpointing all activations; tp ranks save a slice each",
+    "ZeRO stage 2 reduces gradients in each micro-batch, stage 3 also gathers parameters twice; 0 and 1 once a step",
+    f"computation reaches {SHARE_OF_PEAK:.0%} of the peak, links {SHARE_OF_LINK:.0%} of their rate; nothing overlaps",
+    "an axis across nodes sends all its bytes over the node's network adapters, which the GPUs share equally",
+    f"{1 - SHARE_OF_MEMORY:.0%} of the memory is reserved for the driver, the allocator and communication",
+    "the time of the optimizer, of checkpoints and of data loading is not included",
 )
 
 _STAGES = (

@@ -53,21 +53,21 @@ IN_FLIGHT = Formula(
     "in_flight",
     Min(pp, MICRO_BATCHES.symbol),
     "",
-    "micro-batches whose backward the first stage waits for, under 1F1B",
+    "micro-batches in flight on the first stage, under 1F1B",
     f"{MEGATRON}, section 2.2",
 )
 _LOGITS = 4 * seq * micro_batch * (hidden + vocab) / tp
 LOGITS = _bytes(
     "logits",
     Piecewise((_LOGITS, Eq(pp, 1)), (Integer(0), True)),
-    what="head and loss, where the first stage is also the last",
+    what="head and loss, if the first stage is also the last",
     source=f"{RECOMPUTATION}, section 4.3",
 )
 
 # Bytes of a stage: as publications count them, and for the two stages that can need the most.
 EVEN = (
-    Formula("stage_layers", layers / pp, "", "layers of a stage, if all could be alike", COUNTING),
-    Formula("stage_params", params / pp, "", "parameters of a stage, if all could be alike", COUNTING),
+    Formula("stage_layers", layers / pp, "", "layers of a stage, in an even split", COUNTING),
+    Formula("stage_params", params / pp, "", "parameters of a stage, in an even split", COUNTING),
     IN_FLIGHT,
     LOGITS,
 )
@@ -92,9 +92,7 @@ LAST = (
         "parameters of the last stage, which has the head, as large as the embeddings",
         COUNTING,
     ),
-    Formula(
-        "in_flight", Integer(1), "", "micro-batches whose backward the last stage waits for", f"{MEGATRON}, section 2.2"
-    ),
+    Formula("in_flight", Integer(1), "", "micro-batches in flight on the last stage", f"{MEGATRON}, section 2.2"),
     _bytes("logits", _LOGITS, what="head and loss", source=f"{RECOMPUTATION}, section 4.3"),
 )
 
@@ -119,20 +117,20 @@ OPTIMIZER = _bytes(
 STATES = _bytes(
     "model_states",
     PARAMETERS.symbol + GRADIENTS.symbol + OPTIMIZER.symbol,
-    what="what stays between two steps, and the gradients",
+    what="states that remain between two steps, and the gradients",
     source=COUNTING,
 )
 
 LAYER_INPUT = _bytes(
     "layer_input",
     2 * seq * micro_batch * hidden / tp,
-    what="input of a layer in half precision, each tensor-parallel rank its slice",
+    what="input of a layer in half precision, a slice per tensor-parallel rank",
     source=f"{ZERO_PAPER}, section 6.1",
 )
 LAYER_ACTIVATIONS = _bytes(
     "layer_activations",
     seq * micro_batch * hidden * (34 + 5 * heads * seq / hidden) / tp,
-    what="all that a layer's backward reads, sliced likewise; attention scores are kept (no fused attention)",
+    what="all activations of a layer, a slice per tensor-parallel rank; includes attention scores (not fused)",
     source=f"{RECOMPUTATION}, equation 4",
 )
 ACTIVATIONS = _bytes(
@@ -140,14 +138,14 @@ ACTIVATIONS = _bytes(
     IN_FLIGHT.symbol
     * stage_layers
     * Piecewise((LAYER_INPUT.symbol, Eq(recomputes, 1)), (LAYER_ACTIVATIONS.symbol, True)),
-    what="what the forwards of micro-batches in flight have saved",
+    what="activations that the micro-batches in flight have saved",
     source=f"{BLOG}: the first stage holds about the activations of one micro-batch of the whole model",
 )
 
 WORKING = _bytes(
     "working_memory",
     recomputes * (LAYER_ACTIVATIONS.symbol + LAYER_INPUT.symbol * tp),
-    what="one layer that is computed again, and its gathered input",
+    what="one recomputed layer, and its gathered input",
     source=COUNTING,
 )
 LAYER_BUFFERS = _bytes(
@@ -162,13 +160,13 @@ LAYER_BUFFERS = _bytes(
 BUFFERS = _bytes(
     "buffers",
     WORKING.symbol + LOGITS.symbol + LAYER_BUFFERS.symbol,
-    what="what comes and goes within a micro-batch",
+    what="temporary memory within a micro-batch",
     source=COUNTING,
 )
 TOTAL = _bytes(
     "total",
     STATES.symbol + ACTIVATIONS.symbol + BUFFERS.symbol,
-    what="all that a GPU holds at once",
+    what="all memory of a GPU",
     source=COUNTING,
 )
 

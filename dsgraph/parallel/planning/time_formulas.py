@@ -41,7 +41,7 @@ EFFICIENCY = Formula(
     "share of a step's time in which a stage of the pipeline computes",
     f"{MEGATRON}, section 2.2.1: the bubble takes (pp - 1) / micro_batches of the time that computing takes",
 )
-BUBBLE = Formula("bubble", 1 - EFFICIENCY.symbol, "", "share in which it waits", COUNTING)
+BUBBLE = Formula("bubble", 1 - EFFICIENCY.symbol, "", "share of a step's time in which it waits", COUNTING)
 
 LAYER_FORWARD = _flops(
     "layer_forward",
@@ -56,7 +56,7 @@ HEAD_FORWARD = _flops(
     source=f"{MEGATRON}, appendix",
 )
 PASSES = Formula(
-    "passes", 3 + recomputes, "", "forward, a backward of twice its work, and the forward once more", MEGATRON
+    "passes", 3 + recomputes, "", "forward, backward (twice the work) and the recomputed forward", MEGATRON
 )
 STAGE_FLOPS = _flops(
     "stage_flops",
@@ -101,7 +101,7 @@ TP_TIME, PP_TIME, DP_TIME = (
     _seconds(
         f"{axis}_time",
         sent.symbol / rate,
-        what=f"{words} parallelism sends, and nothing is computed meanwhile",
+        what=f"{words} parallelism communicates, without overlap",
         source=COUNTING,
     )
     for axis, words, sent, rate in (
@@ -128,24 +128,28 @@ _TOKENS_WORK = batch * seq * hidden
 MODEL_FLOPS = _flops(
     "model_flops",
     3 * _TOKENS_WORK * (24 * layers * hidden * (1 + seq / (6 * hidden)) + 2 * vocab),
-    what="what the model takes, without computing anything twice",
+    what="operations of the model, without recomputation",
     source=f"{MEGATRON}, equation 3, without its recomputation",
 )
 HARDWARE_FLOPS = _flops(
     "hardware_flops",
     MODEL_FLOPS.symbol + recomputes * _TOKENS_WORK * 24 * layers * hidden * (1 + seq / (6 * hidden)),
-    what="what GPUs really compute",
+    what="operations that the GPUs execute",
     source=f"{MEGATRON}, equation 3",
 )
 MODEL_RATE = Formula(
     "model_rate",
     MODEL_FLOPS.symbol / (STEP.symbol * gpus),
     "FLOPs/s",
-    "reached by a GPU, of use to the model",
+    "rate of a GPU, without recomputation",
     COUNTING,
 )
 HARDWARE_RATE = Formula(
-    "hardware_rate", HARDWARE_FLOPS.symbol / (STEP.symbol * gpus), "FLOPs/s", "with what is computed again", MEGATRON
+    "hardware_rate",
+    HARDWARE_FLOPS.symbol / (STEP.symbol * gpus),
+    "FLOPs/s",
+    "rate of a GPU, with recomputation",
+    MEGATRON,
 )
 
 TIMES = (

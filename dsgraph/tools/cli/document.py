@@ -12,7 +12,7 @@ from .main import COMMANDS, build_parser, load, parser_of
 _HEAD = """\
 # The command line
 
-`python -m dsgraph.tools.cli.document docs/reference/cli.md` writes this page from what `dsgraph COMMAND --help` says.
+`python -m dsgraph.tools.cli.document docs/reference/cli.md` writes this page from `dsgraph COMMAND --help`.
 `python -m dsgraph` is the same as `dsgraph`.
 """
 

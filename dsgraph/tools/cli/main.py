@@ -27,11 +27,11 @@ COMMANDS = {
 }
 """Each command with its folder. Its module is loaded when it is called: `doctor` must work where others cannot."""
 
-_DESCRIPTION = "Shows what dsgraph made of a model: every graph, before and after every pass, on every rank."
+_DESCRIPTION = "Inspect, debug and plan compiled training: dumps, checkpoints, layouts and this machine."
 
 _EPILOG = """\
 exit codes: 0 done; 1 a difference or a failure was found; 2 bad input; 130 interrupted.
-`dsgraph COMMAND --help` tells more; --json prints any answer as JSON."""
+`dsgraph COMMAND --help` describes a command; --json prints its output as JSON."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     own, rest = _split(command, parser, arguments[1:])
     parsed, unknown = parser.parse_known_args(own)
     if unknown:
-        hint = "the script's own arguments go after ` -- `" if command.takes_rest else f"see dsgraph {name} --help"
+        hint = "put arguments of the script after ` -- `" if command.takes_rest else f"see dsgraph {name} --help"
         raise CommandError(f"unrecognized arguments: {' '.join(unknown)} ({hint})")
     parsed.command, parsed.rest = command, list(rest)
     return parsed

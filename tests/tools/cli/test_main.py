@@ -34,7 +34,7 @@ def test_every_command_explains_itself(command, capsys):
         (["bisct"], "unknown command 'bisct'; did you mean 'bisect'?"),
         (["qqqqqq"], "unknown command 'qqqqqq'; known: "),
         (["passes", "--jsn"], "unrecognized arguments: --jsn (see dsgraph passes --help)"),
-        (["run", "x.py", "--steps", "3"], "the script's own arguments go after"),
+        (["run", "x.py", "--steps", "3"], "put arguments of the script after"),
         (["--nonsense"], "dsgraph: "),
         ([], "dsgraph: "),
     ],

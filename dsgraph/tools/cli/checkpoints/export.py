@@ -9,8 +9,8 @@ from pathlib import Path
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 
 _DESCRIPTION = """\
-Writes the weights of an engine's checkpoint as safetensors with an index, and config.json where the model is one of
-transformers: `from_pretrained` loads the folder. One file's worth of weights is in memory at a time."""
+Write the weights of an engine's checkpoint as safetensors with an index, and config.json if the model is a transformers
+model: `from_pretrained` loads the folder. The weights of one file are in memory at a time."""
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -23,11 +23,11 @@ def _size(text: str) -> int:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of one")
-    parser.add_argument("out", metavar="OUT", help="folder to write: a new or an empty one")
-    parser.add_argument("--tag", metavar="TAG", help="which checkpoint of the folder (default: the latest)")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of one checkpoint")
+    parser.add_argument("out", metavar="OUT", help="folder to write; new or empty")
+    parser.add_argument("--tag", metavar="TAG", help="name of the checkpoint in the folder (default: the latest)")
     parser.add_argument(
-        "--shard", metavar="SIZE", type=_size, default="5GB", help="size of a file, at most (default: %(default)s)"
+        "--shard", metavar="SIZE", type=_size, default="5GB", help="maximum size of a file (default: %(default)s)"
     )
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of floating-point weights (default: as saved)"
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 COMMAND = Command(
     name="export",
-    help="export an engine's checkpoint as safetensors for transformers",
+    help="convert an engine's checkpoint to safetensors for transformers",
     description=_DESCRIPTION,
     configure=_configure,
     run=_run,

@@ -8,15 +8,16 @@ from pathlib import Path
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 
 _DESCRIPTION = """\
-Makes an engine's checkpoint from a folder with safetensors, or from a ZeRO checkpoint of DeepSpeed's (stages 1 to 3):
-masters, the optimizer's averages, schedule, loss scale and counts. `engine.load_checkpoint` loads it on any number of
-ranks. No pickle is run: only tensors and plain values are read."""
+Convert a folder of safetensors, or a ZeRO checkpoint of DeepSpeed (stages 1 to 3), to a checkpoint of the engine.
+Masters, optimizer state, schedule, loss scale and counts of a ZeRO checkpoint are converted too. `load_checkpoint` of
+the engine resumes from the result on any number of ranks. No pickled code is run: only tensors and plain values are
+read."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="folder of safetensors, or of DeepSpeed's checkpoints")
+    parser.add_argument("source", metavar="SOURCE", help="folder of safetensors, or of DeepSpeed checkpoints")
     parser.add_argument("out", metavar="OUT", help="folder of checkpoints to write to")
-    parser.add_argument("--tag", metavar="TAG", help="name of the new one (default: global_step<N>)")
+    parser.add_argument("--tag", metavar="TAG", help="name of the new checkpoint (default: global_step<N>)")
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
@@ -33,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
 
 COMMAND = Command(
     name="import",
-    help="import safetensors or DeepSpeed's ZeRO checkpoints as an engine's checkpoint",
+    help="convert safetensors or DeepSpeed's ZeRO checkpoints to an engine's checkpoint",
     description=_DESCRIPTION,
     configure=_configure,
     run=_run,

@@ -29,7 +29,7 @@ def collectives(args: argparse.Namespace) -> Answer:
     graphs = [(name, dump.read(name)) for name in names]
     for name, graph in graphs:
         if graph.phase not in ("forward", "backward"):
-            raise CommandError(f"{name} never runs as it is: take a forward or backward graph")
+            raise CommandError(f"{name} never runs (an intermediate graph): name a forward or backward graph")
     timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
     if args.plot is not None:
         if not any(timeline.transfers for _, _, timeline in timelines):
@@ -50,7 +50,7 @@ def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
     sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.collectives if transfer.node.collective)
     computing = sum(end - start for _, start, end in timeline.computed)
     return (
-        f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent a rank; predicted "
+        f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent per rank; predicted "
         f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait"
         f"{_queue(timeline)}\n"
         f"{listing}\n"
@@ -78,7 +78,7 @@ def _moves(timeline: Timeline) -> str:
 def _queue(timeline: Timeline) -> str:
     """Return how much of the waiting is queueing for other transfers, before the awaited one has begun."""
     queued = sum(transfer.queued for transfer in timeline.transfers)
-    return f" ({_ms(queued)} ms of it in the queue behind other collectives)" if queued else ""
+    return f" ({_ms(queued)} ms of it in the queue after other collectives)" if queued else ""
 
 
 def _row(transfer: Transfer) -> list[str]:
@@ -158,19 +158,19 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     add_graphs_argument(parser)
     parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw compute and communication over time: .svg, .png"
+        "--plot", metavar="FILE", type=Path, help="draw computation and communication over time to a file: .svg or .png"
     )
 
 
 COMMAND = Command(
     name="collectives",
-    help="list collectives: their reason, bytes, time and overlap",
-    description="Lists each collective: the parameter that it gathers, or whose gradient it reduces, or the pass that "
-    "made it; bytes that a rank sends; the predicted time; the time that the computation waits for it, and the part "
-    "of that in the queue behind other collectives; the computation that overlaps with it; and the critical path. "
-    "Transfers between memory and a tier below it are listed in the same way. --plot draws a lane for computation and "
-    "one for each process group and each tier, a compile's forward and backward side by side, and names the longest "
-    "waits.",
+    help="list the collectives: their reason, bytes, time and overlap",
+    description="List each collective: its reason (the parameter that it gathers, the gradient that it reduces, or the "
+    "pass that created it), bytes that a rank sends, predicted time, the time that computation waits for it, the part "
+    "of that wait in a queue after other collectives, and the computation that it overlaps with. Then list transfers "
+    "between memory and a tier below it (host, disk), and the critical path. --plot draws one lane for computation and "
+    "one for each process group and tier, with the forward and the backward of a compile side by side, and labels the "
+    "longest waits.",
     configure=_configure,
     run=collectives,
 )

@@ -37,7 +37,7 @@ def describe(names: Sequence[str], difference: GraphDifference, *, most: int) ->
     """Return a difference in words, at most `most` lines of each kind."""
     counts = (
         f"{len(difference.removed)} nodes removed, {len(difference.added)} added, {len(difference.changed)} changed, "
-        f"{len(difference.moved)} moved; {difference.same} are the same, whatever their names and places"
+        f"{len(difference.moved)} moved; {difference.same} are the same (names and order are ignored)"
     )
     lines = [f"{names[0]} -> {names[1]}: {counts}"]
     for sign, nodes in (("-", difference.removed), ("+", difference.added), (">", difference.moved)):
@@ -79,16 +79,16 @@ def _data(difference: GraphDifference) -> dict[str, object]:
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     parser.add_argument("a", metavar="A", help=GRAPH_HELP)
-    parser.add_argument("b", metavar="B", help="likewise")
-    parser.add_argument("--with", dest="other", metavar="DIR2", type=Path, help="take B from this dump: another run")
-    add_most_argument(parser, "lines of each kind to print", 40)
+    parser.add_argument("b", metavar="B", help="the graph to compare A with, named in the same way")
+    parser.add_argument("--with", dest="other", metavar="DIR2", type=Path, help="read B from this dump of another run")
+    add_most_argument(parser, "number of lines of each kind to print", 40)
 
 
 COMMAND = Command(
     name="diff",
-    help="show what changed between two passes, ranks or runs",
-    description="Compares two graphs node by node. Nodes are matched by what they compute, so that new names are no "
-    "change: - removed, + added, > moved, ! changed. Exit code 1 when the graphs differ.",
+    help="show what changed between two passes, two ranks or two runs",
+    description="Compare two graphs node by node: - removed, + added, > moved, ! changed. Nodes are matched by their "
+    "computation, so a new name is not a difference. Exit code 1: the graphs differ.",
     configure=_configure,
     run=diff,
 )

@@ -92,19 +92,24 @@ def _escaped(text: str) -> str:
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     parser.add_argument("graph", metavar="GRAPH", help=GRAPH_HELP)
-    parser.add_argument("--format", choices=("dot", "graphml"), default="dot", help="Graphviz (default) or GraphML")
-    parser.add_argument("--around", metavar="NODE", help="only this node and those near it")
     parser.add_argument(
-        "--radius", type=int, default=2, help="most edges between them, in either direction (default: 2)"
+        "--format", choices=("dot", "graphml"), default="dot", help="output format: Graphviz (default) or GraphML"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write to a file")
+    parser.add_argument("--around", metavar="NODE", help="only this node and its neighbours")
+    parser.add_argument(
+        "--radius",
+        type=int,
+        default=2,
+        help="largest distance from the node of --around, in edges of either direction (default: 2)",
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write to this file (default: stdout)")
 
 
 COMMAND = Command(
     name="dot",
-    help="write a graph, or the surroundings of a node, for Graphviz or as GraphML",
-    description="Writes a graph for other programs: `dsgraph dot DIR forward --around mm_3 | dot -Tsvg > mm_3.svg`. "
-    "Collectives are orange, their waits light orange, edges carry bytes.",
+    help="export a graph, or the nodes around one node, to Graphviz or GraphML",
+    description="Export a graph to Graphviz or GraphML: `dsgraph dot DIR forward --around mm_3 | dot -Tsvg > mm_3.svg`."
+    " Collectives are orange, their waits light orange, and edges are labelled with bytes.",
     configure=_configure,
     run=dot,
 )

@@ -24,8 +24,8 @@ from dsgraph.utils.json_records import HeadRecord, RecordError, from_json_text
 from dsgraph.utils.nearest import near
 
 GRAPH_HELP = (
-    "a graph as `dsgraph ls` lists it, or the part of its name that tells it apart: forward, joint-2, "
-    "insert_zero_collectives; the last pass counts. Put rank1/ or compile2/ before it for another rank or compile"
+    "name of a graph in `dsgraph ls`, or a part of it that is unique: forward, joint-2, insert_zero_collectives "
+    "(of several passes, the last). Add the prefix rank1/ or compile2/ for another rank or compile"
 )
 
 RecordT = TypeVar("RecordT", CompileRecord, GraphRecord)
@@ -54,7 +54,7 @@ class Dump:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             what = "is a file, not a folder" if self.folder.exists() else "does not exist"
-            raise CommandError(f"{folder} {what}; `dsgraph run SCRIPT --dump {folder}` would make a dump there")
+            raise CommandError(f"{folder} {what}; `dsgraph run SCRIPT --dump {folder}` writes a dump there")
         self._places = _find_compiles(self.folder)
         if not self._places:
             raise CommandError(
@@ -102,7 +102,7 @@ class Dump:
         phases = {step.phase for step in matching}
         if len(phases) > 1:
             choices = ", ".join(step.graph for step in matching)
-            raise CommandError(f"{text!r} may be any of {choices}: name one of them")
+            raise CommandError(f"{text!r} matches {choices}: name one of them")
         return GraphName(rank, compile_number, matching[-1].graph)
 
     def step(self, name: GraphName) -> StepRecord:
@@ -146,7 +146,7 @@ class Dump:
 
 def add_dump_argument(parser: argparse.ArgumentParser) -> None:
     """Add the argument DIR, the folder of a dump."""
-    parser.add_argument("dir", metavar="DIR", help="a dump: what DSGRAPH_DUMP or options={'dump': DIR} named")
+    parser.add_argument("dir", metavar="DIR", help="folder of a dump (DSGRAPH_DUMP or options={'dump': DIR})")
 
 
 def add_graphs_argument(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +155,7 @@ def add_graphs_argument(parser: argparse.ArgumentParser) -> None:
         "graph",
         metavar="GRAPH",
         nargs="?",
-        help=f"{GRAPH_HELP}; default: the last forward and backward of every compile",
+        help=f"{GRAPH_HELP}; default: the final forward and backward graphs of every compile",
     )
 
 
@@ -179,7 +179,7 @@ def chosen_graphs(dump: Dump, text: str | None) -> list[GraphName]:
         last = dump.last_graphs(record.rank, record.compile)
         names += [last[phase] for phase in ("forward", "backward") if phase in last]
     if not names:
-        raise CommandError(f"no graph in {dump.folder} was compiled to the end; name one that `dsgraph ls` lists")
+        raise CommandError(f"no graph in {dump.folder} was compiled completely; name one that `dsgraph ls` lists")
     return names
 
 
@@ -263,13 +263,15 @@ def _read(path: Path, form: str, kind: type[RecordT]) -> RecordT:
         text = path.read_bytes()
         head = from_json_text(HeadRecord, text)
     except FileNotFoundError:
-        raise CommandError(f"{path} is missing: the dump is incomplete; make it anew") from None
+        raise CommandError(f"{path} is missing: the dump is incomplete; write it again") from None
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from None
     except RecordError as error:
-        raise CommandError(f"{path} is damaged, or not from dsgraph ({error}); make the dump anew") from None
+        raise CommandError(f"{path} is damaged, or dsgraph did not write it ({error}); write the dump again") from None
     if head.format != form:
-        raise CommandError(f"{path} is of format {head.format!r}, not {form!r}: it is not from dsgraph, or misplaced")
+        raise CommandError(
+            f"{path} is of format {head.format!r}, not {form!r}: dsgraph did not write it, or it was moved"
+        )
     if head.version > VERSION:
         raise CommandError(
             f"{path} is of version {head.version}, and this dsgraph reads up to {VERSION}: install a newer dsgraph"
@@ -277,4 +279,4 @@ def _read(path: Path, form: str, kind: type[RecordT]) -> RecordT:
     try:
         return from_json_text(kind, text)
     except RecordError as error:
-        raise CommandError(f"{path} is damaged ({error}); make the dump anew") from None
+        raise CommandError(f"{path} is damaged ({error}); write the dump again") from None

@@ -24,10 +24,10 @@ def explain(args: argparse.Namespace) -> Answer:
     lines += _origin(node)
     lines += [f"  {event.action} by {event.pass_name} ({event.phase})" for event in node.history]
     if not node.history:
-        lines.append("  no pass has touched it")
+        lines.append("  no pass changed it")
     lines += _communication(node)
     lines += [f"  reads {listed(node.inputs, most=8)}"] if node.inputs else []
-    lines += [f"  used by {listed([user.name for user in users], most=8)}"] if users else ["  nobody uses it"]
+    lines += [f"  used by {listed([user.name for user in users], most=8)}"] if users else ["  not used"]
     lines += _life(graph, node)
     if node.flops:
         lines.append(f"  {node.flops:,} FLOPs, {bytes_text(node.moved)} read and written")
@@ -53,19 +53,17 @@ def _communication(node: NodeRecord) -> list[str]:
         return []
     why = f" for {listed(found.parameters)}" if found.parameters else ""
     where = f"axis {found.axis} ({found.ranks} ranks)" if found.axis else f"group {found.group!r}, not of the mesh"
-    return [
-        f"  {found.kind} over {where}{why}: {bytes_text(found.sent)} a rank, waited for by {found.wait or 'nobody'}"
-    ]
+    return [f"  {found.kind} over {where}{why}: {bytes_text(found.sent)} per rank, awaited by {found.wait or 'no node'}"]
 
 
 def _life(graph: GraphRecord, node: NodeRecord) -> list[str]:
     pieces = pieces_of(graph, node)
     if graph.live and node.bytes and not pieces:
-        return [f"  {bytes_text(node.bytes)} that take no memory: computed inside the kernels that read it"]
+        return [f"  {bytes_text(node.bytes)} without memory of its own: computed inside the kernels that read it"]
     lines = []
     for piece in pieces:
         shared = f", in the memory of {node.shares}" if node.shares else ""
-        last = graph.nodes[piece.last].name if piece.last < len(graph.nodes) else "the end, and beyond"
+        last = graph.nodes[piece.last].name if piece.last < len(graph.nodes) else "the end and after it"
         lines.append(
             f"  {bytes_text(piece.bytes)} ({piece.kind}){shared}, alive from {graph.nodes[piece.first].name} to {last}"
         )
@@ -83,15 +81,17 @@ def _data(name: GraphName, graph: GraphRecord, node: NodeRecord, users: list[Nod
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
-    parser.add_argument("node", metavar="NODE", help="the name of a node, as `dsgraph show` prints it")
-    parser.add_argument("--graph", metavar="GRAPH", help=f"{GRAPH_HELP}; default: the last graph that has the node")
+    parser.add_argument("node", metavar="NODE", help="name of a node in `dsgraph show`")
+    parser.add_argument(
+        "--graph", metavar="GRAPH", help=f"{GRAPH_HELP}; default: the last graph that contains the node"
+    )
 
 
 COMMAND = Command(
     name="explain",
-    help="show the origin of a node, the passes that changed it, and its users",
-    description="Describes one node: the module and the line of the user's model that it comes from, the changes of "
-    "each pass, the nodes that it reads and those that read it, its bytes, and where in the program they are alive.",
+    help="show where a node comes from, which passes changed it and who uses it",
+    description="Describe one node: the module and the line of the model that it comes from, what each pass did to it, "
+    "its inputs, its users, its bytes, and the nodes between which they are alive.",
     configure=_configure,
     run=explain,
 )

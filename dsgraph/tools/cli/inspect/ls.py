@@ -73,14 +73,14 @@ def _rows(record: CompileRecord) -> list[list[str]]:
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
-    parser.add_argument("--rank", type=int, help="the rank to list (default: the first in the dump)")
+    parser.add_argument("--rank", type=int, help="the rank to list (default: the first rank in the dump)")
 
 
 COMMAND = Command(
     name="ls",
     help="list compiles, phases and passes of a dump",
-    description="Lists every compile of a rank with every graph: how many places the pass changed, nodes, collectives, "
-    "bytes that a rank sends when the graph runs once, bytes alive at most, time of the pass and of its verification. "
+    description="List every compile of a rank with every graph: the number of changes by the pass, nodes, collectives, "
+    "bytes that a rank sends per run of the graph, peak of live bytes, time of the pass and of its verification. "
     "Bytes and peak are predicted.",
     configure=_configure,
     run=lambda args: list_dump(args.dir, rank=args.rank),

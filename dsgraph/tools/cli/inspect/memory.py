@@ -28,15 +28,13 @@ def memory(args: argparse.Namespace) -> Answer:
     graphs = [(name, dump.read(name)) for name in chosen_graphs(dump, args.graph)]
     for name, graph in graphs:
         if not graph.live:
-            raise CommandError(
-                f"{name} never runs as it is, so that it has no memory to show: take a forward or backward graph"
-            )
+            raise CommandError(f"{name} never runs (an intermediate graph): name a forward or backward graph")
     if args.plot is not None:
         _plot(graphs, args.plot)
     parts = [_describe(name, graph, args.most) for name, graph in graphs]
     plans = {(name.rank, name.compile): plan_of(dump.compile(name.rank, name.compile)) for name, _ in graphs}
     parts += [
-        "\n".join([f"rank {rank}, compile {compiled}: what the backward needs, under memory_limit", *lines])
+        "\n".join([f"rank {rank}, compile {compiled}: tensors that the backward needs, under memory_limit", *lines])
         for (rank, compiled), lines in plans.items()
         if lines
     ]
@@ -119,16 +117,18 @@ def _plot(graphs: list[tuple[GraphName, GraphRecord]], path: Path) -> None:
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     add_graphs_argument(parser)
-    add_most_argument(parser, "lines of the user's model to list", 12)
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw live bytes over the program: .svg, .png")
+    add_most_argument(parser, "number of lines of the model to list", 12)
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw live bytes over the program to a file: .svg or .png"
+    )
 
 
 COMMAND = Command(
     name="memory",
-    help="show live bytes over the program, and the values that are alive at the peak",
-    description="Shows the predicted bytes that are alive while each node of a graph runs, inputs included, and what "
-    "holds them at the peak, by the line of the user's model. Gradients, optimizer state and what belongs to other "
-    "graphs come on top.",
+    help="show live bytes over the program, and what is alive at the peak",
+    description="Show the predicted bytes that are alive while each node of a graph runs, inputs included, and the "
+    "lines of the model whose values are alive at the peak. Gradients, optimizer state and the memory of other graphs "
+    "are not included.",
     configure=_configure,
     run=memory,
 )

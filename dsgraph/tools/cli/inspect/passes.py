@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from dsgraph.passes import GraphPass
 
 _DESCRIPTION = """\
-Lists every pass that dsgraph has, in the order in which they run: phase, whether it is one of the default pipeline,
-what it requires and provides, its options. With a name, all there is to know of one: its contract, its options with
-their defaults, the graph before and after."""
+List every pass of dsgraph in the order in which passes run: its phase, whether the default pipeline contains it, its
+contract (what it requires and provides), and its options. With a name, describe one pass: its contract, its options
+with their defaults, and an example graph before and after."""
 
 _CONTRACT = ("requires", "provides", "conflicts")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a pass: insert_zero_collectives, InsertZeroCollectives"
+        "name", metavar="NAME", nargs="?", help="name of a pass: insert_zero_collectives or InsertZeroCollectives"
     )
     parser.add_argument(
         "--pipeline",
         metavar="MODULE:OBJECT",
-        help="a pipeline, list of passes, pass, or function that makes one, whose passes are listed as well",
+        help="also list the passes of this pipeline, list of passes, pass, or function that returns one",
     )
 
 
@@ -182,4 +182,4 @@ def _spell(option: dict[str, Any]) -> str:
     return text if option["value"] == option["default"] else f"{text} (here {option['value']})"
 
 
-COMMAND = Command("passes", "list the passes, or explain one", _DESCRIPTION, _configure, _run)
+COMMAND = Command("passes", "list the passes, or describe one", _DESCRIPTION, _configure, _run)

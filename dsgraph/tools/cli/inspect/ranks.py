@@ -29,7 +29,7 @@ def ranks(args: argparse.Namespace) -> Answer:
     dump = Dump(args.dir)
     first, *others = dump.ranks
     if not others:
-        raise CommandError(f"{args.dir} has rank {first} alone: nothing to compare")
+        raise CommandError(f"{args.dir} has only rank {first}: nothing to compare")
     partings, sizes, graphs = [], 0, 0
     for rank in others:
         parting, differing, seen = _compare(dump, first, rank)
@@ -43,8 +43,8 @@ def ranks(args: argparse.Namespace) -> Answer:
         "nodes_of_other_size": sizes,
     }
     if not partings:
-        uneven = f"; {sizes} nodes differ in sizes alone, as where rows do not divide" if sizes else ""
-        return Answer(f"ranks {', '.join(map(str, dump.ranks))} run the same: {graphs} graphs compared{uneven}", data)
+        uneven = f"; {sizes} nodes differ only in sizes, because rows do not divide evenly" if sizes else ""
+        return Answer(f"ranks {', '.join(map(str, dump.ranks))} run the same graphs: {graphs} compared{uneven}", data)
     lines = [
         f"rank {item.rank} differs from rank {first}, first in {item.where}:\n  rank {first}: {item.first}\n"
         f"  rank {item.rank}: {item.other}"
@@ -59,7 +59,7 @@ def _compare(dump: Dump, first: int, other: int) -> tuple[RankDifference | None,
     for mine, theirs in zip_longest(dump.compiles(first), dump.compiles(other)):
         if mine is None or theirs is None:
             there = (mine or theirs).compile
-            texts = ["it is there" if record is not None else "nothing" for record in (mine, theirs)]
+            texts = ["it exists" if record is not None else "nothing" for record in (mine, theirs)]
             return RankDifference(other, f"compile {there}", *texts), sizes, seen
         for a, b in zip_longest(mine.steps, theirs.steps):
             where = f"compile {mine.compile}"
@@ -124,9 +124,9 @@ def _only_fits_rows(node: NodeRecord) -> bool:
 
 COMMAND = Command(
     name="ranks",
-    help="compare the graphs of all ranks, and name the first difference",
-    description="Compares the graphs of all ranks with those of the first, pass by pass, and names the first node that "
-    "differs and the pass that made it so. Sizes may differ, where rows do not divide evenly. Exit code 1 when ranks "
+    help="compare the graphs of all ranks, and show the first difference",
+    description="Compare the graphs of all ranks with those of the first rank, pass by pass, and print the first node "
+    "that differs and the pass that caused it. Sizes may differ where rows do not divide evenly. Exit code 1: ranks "
     "differ.",
     configure=add_dump_argument,
     run=ranks,

@@ -25,7 +25,7 @@ def show(args: argparse.Namespace) -> Answer:
     nodes = [node for node in graph.nodes if _is_wanted(node, args)]
     has_filter = any((args.op, args.module, args.pass_name))
     if has_filter and not nodes:
-        raise CommandError(f"no node of {graph.graph} is left by the filters{_offer(graph, args)}")
+        raise CommandError(f"no node of {graph.graph} matches the filters{_offer(graph, args)}")
     text = render_graph(graph, nodes if has_filter else None, paint=_paint(args.colour))
     same_as = dump.step(name).same_as
     if same_as:
@@ -68,18 +68,27 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     parser.add_argument("graph", metavar="GRAPH", help=GRAPH_HELP)
     parser.add_argument(
-        "--op", action="append", help="only calls whose name has this in it; * matches; may be repeated"
+        "--op", action="append", help="only ops whose name contains this; * is a wildcard; may be repeated"
     )
-    parser.add_argument("--module", action="append", help="only nodes of this module and those inside it; * matches")
-    parser.add_argument("--pass", dest="pass_name", action="append", help="only nodes that this pass made or changed")
-    parser.add_argument("--colour", choices=("auto", "always", "never"), default="auto", help="default: on a terminal")
+    parser.add_argument(
+        "--module", action="append", help="only nodes of this module and its submodules; * is a wildcard"
+    )
+    parser.add_argument(
+        "--pass", dest="pass_name", action="append", help="only nodes that this pass created or changed"
+    )
+    parser.add_argument(
+        "--colour",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="use colours (default: auto, on a terminal)",
+    )
 
 
 COMMAND = Command(
     name="show",
-    help="print a graph, or the part of it that filters select",
-    description="Prints a graph as Python: shapes, dtypes and devices, the module and the line of the user's model, "
-    "and what passes did to each node.",
+    help="print one graph, or the nodes that match filters",
+    description="Print a graph as Python, with shapes, dtypes and devices, the module and the line of the model, "
+    "and the changes that passes made to each node.",
     configure=_configure,
     run=show,
 )

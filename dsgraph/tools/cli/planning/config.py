@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from dsgraph.engine.config.read_config import ResolvedConfig
 
 _DESCRIPTION = """\
-Prints the settings that a configuration of the training engine results in on some number of ranks: batch sizes, every
-key with its value, keys without effect, the passes that will run, and the bytes of a model on a rank between steps."""
+Print the effect of a configuration of the training engine on --ranks ranks: batch sizes, every key with its value, keys
+that have no effect, the passes that will run, and the bytes of a model that a rank holds between two steps."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a JSON file, as DeepSpeed has it")
+    parser.add_argument("file", metavar="FILE", help="a JSON file in DeepSpeed's format")
     parser.add_argument("--ranks", metavar="N", type=int, default=1, help="data-parallel ranks (default: 1)")
     parser.add_argument(
         "--parameters",
         metavar="N",
         type=float,
-        help="parameters of the model, such as 7e9: bytes of a rank are printed",
+        help="number of parameters of the model, such as 7e9: print the bytes of a rank",
     )
 
 
@@ -90,7 +90,7 @@ def _text(data: dict[str, Any], resolved: ResolvedConfig) -> str:
 
     batch = data["batch"]
     parts = [
-        f"batch: {batch['step']} samples a step, {batch['micro']} a micro-batch of a rank, "
+        f"batch: {batch['step']} samples per step, {batch['micro']} per micro-batch of a rank, "
         f"{batch['micro_batches']} micro-batches",
         table(_rows(resolved.config), ("key", "value", "sets")),
     ]
@@ -121,7 +121,7 @@ def _rows(config: EngineConfig) -> list[list[str]]:
 
 COMMAND = Command(
     name="config",
-    help="show the settings that a configuration of the engine results in",
+    help="show the effect of a configuration of the engine",
     description=_DESCRIPTION,
     configure=_configure,
     run=_run,

@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 _AXES = ("tp", "pp", "dp")
 
 _DESCRIPTION = """\
-Predicts training a transformer on a cluster, by formulas and without a GPU: memory of a GPU by part, bytes that it
-sends over each axis and link, the pipeline's bubble, the time of a step and TFLOPS. --tp, --pp and --dp give
-the layout; --search tries all of them and ranks those that fit. --explain prints every formula with its symbols, with
-its numbers and with its source. --compile captures and compiles the layers of one rank, on fake ranks and
-without running them, and compares their simulated memory with the formulas. See
-docs/guides/choose-a-layout.md.
-Exit code 1: the layout, or every layout, does not fit into the memory of the GPUs."""
+Predict the memory and the time of training a transformer on a cluster, by formulas and without a GPU: memory of a GPU
+by part, bytes that it sends over each axis and link, the bubble of the pipeline, the time of a step and TFLOPS. --tp,
+--pp and --dp set the layout; --search tries all layouts and ranks those that fit. --explain prints every formula with
+its symbols, its numbers and its source. --compile captures and compiles the layers of one rank on simulated ranks,
+without running them, and compares their memory with the formulas. See docs/guides/choose-a-layout.md.
+Exit code 1: the layout, or every layout, takes more memory than a GPU has."""
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
@@ -107,39 +106,41 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     def number(name: str, text: str, **others: Any) -> None:
         parser.add_argument(name, type=_count, metavar="N", help=text, **others)
 
-    number("--params", "parameters of the model, such as 1T, 175B or 1.5B", required=True)
-    number("--layers", "transformer layers", required=True)
+    number("--params", "number of parameters of the model, such as 1T, 175B or 1.5B", required=True)
+    number("--layers", "number of transformer layers", required=True)
     number("--hidden", "width of a layer", required=True)
-    number("--seq", "tokens of a sequence", required=True)
-    number("--vocab", "tokens of the vocabulary (default: 51200)", default=51200)
-    number("--heads", "attention heads (default: of 128 numbers each, or of 64)")
+    number("--seq", "number of tokens of a sequence", required=True)
+    number("--vocab", "size of the vocabulary (default: 51200)", default=51200)
+    number("--heads", "number of attention heads (default: heads of width 128, or else 64)")
     parser.add_argument(
         "--gpu", required=True, metavar="NAME", help="v100-32gb, a100-40gb, a100-80gb, h100-80gb or h200"
     )
-    number("--gpus", "how many of them", required=True)
-    number("--tp", "tensor-parallel ranks, in a node")
-    number("--pp", "stages of the pipeline, across nodes")
+    number("--gpus", "number of GPUs", required=True)
+    number("--tp", "tensor-parallel ranks, within a node")
+    number("--pp", "pipeline stages, across nodes")
     number("--dp", "data-parallel ranks, across nodes")
-    parser.add_argument("--search", action="store_true", help="rank all layouts that fit by the time of a step")
+    parser.add_argument("--search", action="store_true", help="rank all layouts that fit, by the time of a step")
     parser.add_argument(
         "--zero-stage", type=int, choices=range(4), default=0, help="ZeRO over the data-parallel ranks (default: 0)"
     )
-    number("--micro-batch", "sequences that a pipeline takes at once (default: 1)", default=1)
-    number("--batch", "sequences of a step over all GPUs (default: one a GPU)")
+    number("--micro-batch", "sequences of a micro-batch (default: 1)", default=1)
+    number("--batch", "sequences of a step over all GPUs (default: one per GPU)")
     parser.add_argument(
         "--checkpointing",
         choices=("on", "off"),
         default="on",
-        help="keep only the input of each layer, and recompute the layer in the backward (default: on)",
+        help="on: save only the input of each layer, and recompute the layer in the backward (default: on)",
     )
     parser.add_argument(
         "--compile",
         action="store_true",
-        help="capture and compile the layers of one rank, and compare what they hold with the formulas (seconds)",
+        help="capture and compile the layers of one rank, and compare their memory with the formulas (takes seconds)",
     )
     parser.add_argument(
         "--explain", action="store_true", help="print every formula, with symbols, with numbers, and its source"
     )
 
 
-COMMAND = Command("plan", "predict memory and time of a layout of a model over GPUs", _DESCRIPTION, _configure, _run)
+COMMAND = Command(
+    "plan", "predict memory and time of a layout over GPUs, or rank all layouts", _DESCRIPTION, _configure, _run
+)

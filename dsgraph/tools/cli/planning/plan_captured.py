@@ -10,9 +10,9 @@ from dsgraph.tools.cli.table import table
 from dsgraph.tools.planning.captured_layout import PARTS, Comparison
 
 _WHY = """\
-- gradients are held in float32, as the parameters that the optimizer steps on; publications count half precision
-- half-precision copies of parameters are held in stages 1 and 2; stages 0 and 3 make them at each use, in the buffers
-- buffers: of one micro-batch through two layers, as the eager code generator runs them"""
+- gradients are stored in float32, like the optimizer's parameters; publications count half precision
+- stages 1 and 2 store half-precision copies of parameters; stages 0 and 3 make them at each use, in the buffers
+- buffers: one micro-batch through two layers, run by the eager code generator"""
 
 
 def captured_text(found: Comparison) -> str:
@@ -23,9 +23,9 @@ def captured_text(found: Comparison) -> str:
     ]
     one, two = found.of.one, found.of.two
     return (
-        f"compiled for rank 0, of which the others do not exist: stages of 1 and 2 layers, {one.nodes} and "
+        f"compiled for rank 0, with simulated other ranks: stages of 1 and 2 layers, {one.nodes} and "
         f"{two.nodes} nodes, in {one.seconds + two.seconds:.0f} s; repeated for {found.layers:.4g} layers\n"
-        f"{table(rows, ['GiB a GPU, layers alone', 'captured', 'formula', 'differs'], right=(1, 2, 3))}\n{_WHY}"
+        f"{table(rows, ['GiB per GPU, layers only', 'captured', 'formula', 'differs'], right=(1, 2, 3))}\n{_WHY}"
     )
 
 

@@ -35,12 +35,12 @@ def search_text(found: SearchResult, model: ModelShape, training: TrainingSetup,
     refused = ", ".join(f"{count} for {reason}" for reason, count in found.refused.items()) or "none"
     counts = (
         f"{len(found.fitting)} layouts fit, {len(found.too_large)} take more memory than "
-        f"{_gib(shown[0].usable) if shown else '?'} GiB a GPU, refused: {refused}"
+        f"{_gib(shown[0].usable) if shown else '?'} GiB per GPU, refused: {refused}"
     )
     if not shown:
         return counts
-    why = "" if found.fitting else "; those that take least"
-    headers = ["tp", "pp", "dp", "GiB a GPU", "efficiency", "step s", "TFLOPS", "with recomputing"]
+    why = "" if found.fitting else "; these take the least"
+    headers = ["tp", "pp", "dp", "GiB per GPU", "efficiency", "step s", "TFLOPS", "with recomputation"]
     parts = [
         f"{_head(model, training, gpu, gpus)}\n{counts}{why}",
         table([_row(item) for item in shown[:_SHOWN]], headers, right=range(8)),
@@ -88,7 +88,7 @@ def search_data(found: SearchResult, *, explain: bool) -> dict[str, Any]:
 
 
 def _head(model: ModelShape, training: TrainingSetup, gpu: NodeGpu, gpus: int) -> str:
-    recomputed = "each layer computed again in the backward" if training.checkpointing else "all activations kept"
+    recomputed = "each layer recomputed in the backward" if training.checkpointing else "all activations kept"
     return (
         f"{_count(model.params)} parameters: {model.layers:,} layers of {model.hidden:,}, {model.heads} heads, "
         f"vocabulary {model.vocab:,}, sequences of {model.seq:,}\n"
@@ -113,12 +113,12 @@ def _memory(item: LayoutPlan, gpu: NodeGpu) -> str:
         if part == "activations":
             both = [_gib(side["model_states"] + side["activations"]) for side in sides]
             rows.append(["model states + activations", *both])
-    headers = ["GiB a GPU", "divided evenly", "first stage", "last stage"]
+    headers = ["GiB per GPU", "even split", "first stage", "last stage"]
     verdict = "fits" if item.fits else "DOES NOT FIT"
     return (
         f"{table(rows, headers, right=(1, 2, 3))}\n"
-        f"{verdict}: {_gib(item.fullest)} GiB of {_gib(item.usable)} GiB, which are "
-        f"{item.usable / gpu.memory_bytes:.0%} of the GPU's {_gib(gpu.memory_bytes)} GiB"
+        f"{verdict}: {_gib(item.fullest)} GiB of {_gib(item.usable)} GiB usable "
+        f"({item.usable / gpu.memory_bytes:.0%} of the GPU's {_gib(gpu.memory_bytes)} GiB)"
     )
 
 
@@ -130,7 +130,7 @@ def _links(item: LayoutPlan) -> str:
         ]
         for link in item.links
     ]
-    return table(rows, ["axis", "ranks", "link", "sent a GPU and step", "GB/s", "s"], right=(1, 3, 4, 5))
+    return table(rows, ["axis", "ranks", "link", "sent per GPU and step", "GB/s", "s"], right=(1, 3, 4, 5))
 
 
 def _times(item: LayoutPlan) -> str:
@@ -148,12 +148,12 @@ def _times(item: LayoutPlan) -> str:
             f"and {efficiency(stages, 8 * stages):.1%}"
         )
     lines.append(
-        f"step: {values['step']:.2f} s, of which computing {computing:.2f} s, sending {sending:.2f} s, "
+        f"step: {values['step']:.2f} s, of which computation {computing:.2f} s, communication {sending:.2f} s, "
         f"bubble {values['waiting']:.2f} s"
     )
     lines.append(
-        f"TFLOPS a GPU: {values['model_rate'] / 1e12:.1f} of the model, "
-        f"{values['hardware_rate'] / 1e12:.1f} with what is computed again"
+        f"TFLOPS per GPU: {values['model_rate'] / 1e12:.1f} of the model, "
+        f"{values['hardware_rate'] / 1e12:.1f} with recomputation"
     )
     return "\n".join(lines)
 
@@ -163,8 +163,8 @@ def _parameters(item: LayoutPlan) -> list[str]:
     values = item.values
     counted = 12 * values["layers"] * values["hidden"] ** 2 + values["vocab"] * values["hidden"]
     return [
-        f"memory goes by {_count(values['params'])} parameters, computing by layers, hidden and vocab, which make "
-        f"{_count(counted)}"
+        f"memory is computed from params, {_count(values['params'])}; FLOPs from layers, hidden and vocab, which make "
+        f"{_count(counted)} parameters"
     ]
 
 

@@ -49,7 +49,7 @@ def schedule(args: argparse.Namespace) -> Answer:
     lines = [
         title,
         "",
-        table(rows, ["rank", "stages", "work: F forward, B backward, I of its inputs, W of its weights, . waits"]),
+        table(rows, ["rank", "stages", "work: F forward, B backward, I its inputs, W its weights, . waits"]),
         "",
         f"bubble: {bubble:.1%} of the ranks' time, predicted; {length:g} times a stage's forward",
     ]
@@ -123,18 +123,22 @@ def _spans(slot: Slot, wanted: str) -> Iterator[tuple[float, float]]:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=int, required=True, help="stages of the pipeline")
-    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches of a step")
-    parser.add_argument("--kind", default="1F1B", help="a schedule's name, or how it begins; default: 1F1B")
-    parser.add_argument("--ranks", type=int, help="ranks; default: one a stage, or a half where a rank takes two")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the timeline: .svg, .png or .pdf")
+    parser.add_argument("--stages", type=int, required=True, help="number of stages of the pipeline")
+    parser.add_argument("--microbatches", type=int, required=True, help="number of micro-batches of a step")
+    parser.add_argument("--kind", default="1F1B", help="name of a schedule, or its beginning (default: 1F1B)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="number of ranks (default: one per stage, or one per two stages where a rank runs two)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the timeline to a file: .svg, .png or .pdf")
 
 
 COMMAND = Command(
     name="schedule",
-    help="show the order of a pipeline schedule, and its bubble",
-    description="Simulates a pipeline schedule: the work of each rank over time, and the share of time that is lost. "
-    "A forward takes one unit of time, a backward two, sending takes none.",
+    help="show the order of a pipeline schedule and its bubble",
+    description="Simulate a pipeline schedule: show the work of each rank over time, and how long ranks wait. "
+    "A forward takes one unit of time, a backward two, and sending none.",
     configure=_configure,
     run=schedule,
 )

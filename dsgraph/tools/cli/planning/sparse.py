@@ -20,7 +20,7 @@ def sparse(args: argparse.Namespace) -> Answer:
     from dsgraph.inductor_ext.sparse.layouts import SparseLayoutError
 
     if args.length < 1 or args.heads < 1:
-        raise CommandError(f"--length is {args.length} and --heads {args.heads}; both are 1 or more")
+        raise CommandError(f"--length is {args.length} and --heads {args.heads}; both must be 1 or more")
     if args.plot is not None:
         plots.check_path(args.plot)
     try:
@@ -54,7 +54,7 @@ def _section(text: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
-        raise CommandError(f"LAYOUT is {text!r}: no JSON ({error.msg})") from None
+        raise CommandError(f"LAYOUT is {text!r}: invalid JSON ({error.msg})") from None
     return found
 
 
@@ -87,18 +87,18 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "layout",
         metavar="LAYOUT",
         nargs="*",
-        help='a mode, such as fixed, or a section in JSON, {"mode": "fixed", "block": 32}; default: all modes',
+        help='a mode, such as fixed, or a section in JSON, {"mode": "fixed", "block": 32} (default: all modes)',
     )
-    parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="tokens; default: 512")
-    parser.add_argument("--heads", type=int, default=12, help="heads of queries; default: 12")
-    parser.add_argument("--width", type=int, default=64, help="width of a head; default: 64")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draws the blocks: .svg, .png or .pdf")
+    parser.add_argument("--length", type=int, default=512, metavar="TOKENS", help="tokens of a sequence (default: 512)")
+    parser.add_argument("--heads", type=int, default=12, help="query heads (default: 12)")
+    parser.add_argument("--width", type=int, default=64, help="width of a head (default: 64)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the blocks to a file: .svg, .png or .pdf")
 
 
 COMMAND = Command(
     name="sparse",
     help="show layouts of block-sparse attention",
-    description="Shows the share of scores that layouts of block-sparse attention compute, and their operations.",
+    description="Show the share of scores that layouts of block-sparse attention compute, and their FLOPs.",
     configure=_configure,
     run=sparse,
 )

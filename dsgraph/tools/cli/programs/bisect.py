@@ -15,20 +15,20 @@ from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 
 _DESCRIPTION = """\
-Runs a Python script. At the first call of each graph that the script compiles with dsgraph, it compares the graph
-without any pass (codegen "eager") with the graph after one pass, after two, ..., and as the script's options say. Each
-version gets copies of the same inputs, the same random numbers and the same gradients of its outputs; the script goes
-on with the version without passes. The answer is the first pass after which an output, a gradient or a buffer is wrong
-on some rank, and the first node. A tensor is wrong if an element differs by more than (rtol + atol) times the largest
-magnitude in it; gradients may differ by another rtol times the largest gradient.
-Exit code 1: a pass or the code generator changes what is computed, or the script failed."""
+Run a Python script and find the first pass, and the first node, that changes an output, a gradient or a buffer on any
+rank. At its first call, each graph that dsgraph compiles is compared with the same graph without passes (codegen
+"eager"): first with one pass, then with two, and so on, last with the script's own options. Each version gets copies of
+the same inputs, the same random numbers and the same gradients of its outputs; the script continues with the version
+without passes. A tensor is wrong if an element differs by more than (rtol + atol) times the largest magnitude in the
+tensor; gradients may differ by another rtol times the largest gradient.
+Exit code 1: a pass or the code generator changes the results, or the script failed."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
     for name in ("rtol", "atol"):
         parser.add_argument(
-            f"--{name}", type=_tolerance, metavar="X", help=f"{name} instead of that of torch.testing for the dtype"
+            f"--{name}", type=_tolerance, metavar="X", help=f"{name} (default: the one of torch.testing for the dtype)"
         )
 
 
@@ -38,7 +38,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a number of 0 or more")
+        raise argparse.ArgumentTypeError(f"is {text!r}; it takes a number >= 0")
     return value
 
 
@@ -76,14 +76,14 @@ def report(results: list[dict[str, Any]], code: int) -> Answer:
     compared = {result["graph"] for result in results if result["called"]}
     first = wrong[0]["first"] if wrong else None
     if first is not None and wrong[0]["unrepeatable"]:
-        lines.append(f"graph {wrong[0]['graph']} gives other results when it is run again: nothing can be said of it")
+        lines.append(f"graph {wrong[0]['graph']} gives different results when it runs twice: passes cannot be compared")
     elif first is not None:
         of_graph = [result for result in wrong if result["graph"] == wrong[0]["graph"]]
         failed = any(_step_of(first, result)["state"] == "failed" for result in of_graph)
-        does = "fails on" if failed else "changes what"
-        lines.append(f"{_name(first)} {does} graph {wrong[0]['graph']}{'' if failed else ' computes'}")
+        does = "fails on" if failed else "changes the results of"
+        lines.append(f"{_name(first)} {does} graph {wrong[0]['graph']}")
     elif compared:
-        lines.append(f"all passes keep the meaning of {len(compared)} graph{'s' if len(compared) > 1 else ''}")
+        lines.append(f"no pass changes the results of {len(compared)} graph{'s' if len(compared) > 1 else ''}")
     else:
         lines.append("no graph was called, so nothing was compared")
     if code != 0:
@@ -100,7 +100,7 @@ def _describe_graph(results: list[dict[str, Any]]) -> list[str]:
     ranks = f" on {one['world']} ranks" if one["world"] > 1 else ""
     head = f"graph {one['graph']}: {kind}{ranks}, {one['where'] or 'from an unknown line'}"
     if not any(result["called"] for result in results):
-        return [head, "  compiled, but never called to the end"]
+        return [head, "  compiled, but no call of it finished"]
     rows = [
         _row([result["steps"][index] for result in results if index < len(result["steps"])])
         for index in range(max(len(result["steps"]) for result in results))
@@ -141,17 +141,17 @@ def _describe_first(result: dict[str, Any]) -> list[str]:
     if step["state"] == "failed":
         return [f"{who}{_name(first)} fails: {step['problem']}"]
     if step["state"] == "ok":
-        return [f"{who}nothing is off here"]
-    lines = [f"{who}after {_name(first)}, {step['count_off']} of {step['count']} results are off:"]
+        return [f"{who}no difference on this rank"]
+    lines = [f"{who}after {_name(first)}, {step['count_off']} of {step['count']} results differ:"]
     lines += [f"  {off['what']} {_difference(off)}" for off in step["off"]]
     if step["count_off"] > len(step["off"]):
         lines.append("  ...")
     if first["node"] is not None:
         lines += _describe_node(first["node"])
     elif first["codegen"] == "eager":
-        lines.append("  no single node: those that the graph had before the pass have the values they had")
+        lines.append("  no single node: all nodes that existed before the pass keep their values")
     else:
-        lines.append(f"  the graphs are right after all passes: what {first['codegen']} makes of them is not")
+        lines.append(f"  all passes are correct, but the code that {first['codegen']} generates is not")
     return lines
 
 
@@ -179,8 +179,8 @@ def _difference(found: dict[str, Any]) -> str:
     if found["note"]:
         return str(found["note"])
     if found["largest"] is None:
-        return "is not finite where it should be, or the other way round"
-    return f"is off by up to {_number(found['largest'])}, allowed {_number(found['allowed'])}"
+        return "is finite in one of the two versions and not finite in the other"
+    return f"differs by up to {_number(found['largest'])}, allowed {_number(found['allowed'])}"
 
 
 def _number(value: float | None) -> str:
@@ -193,6 +193,4 @@ def _name(first: dict[str, Any]) -> str:
     return f"pass {first['pass']} ({first['phase']} graph)"
 
 
-COMMAND = Command(
-    "bisect", "find the pass and the node that change what is computed", _DESCRIPTION, _configure, _run, True
-)
+COMMAND = Command("bisect", "find the pass and the node that make a result wrong", _DESCRIPTION, _configure, _run, True)

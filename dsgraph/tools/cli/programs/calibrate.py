@@ -21,21 +21,21 @@ _SECONDS = 25.0
 _RANKS = 2
 
 _DESCRIPTION = """\
-Measures how fast this machine multiplies matrices, copies memory and starts kernels, and the latency and bandwidth of
-each kind of collective that passes choose among: with gloo over --nproc ranks, and with the GPUs' backend over as many
-ranks as there are GPUs, if more than one. It writes the figures to dsgraph/calibration in the user's cache folder
-(XDG_CACHE_HOME or ~/.cache), a file for each host and device. Compiling uses those of the first rank's host, on all
-ranks; without them it uses defaults. What was measured before of groups of other sizes is kept. Under torchrun,
-`torchrun ... -m dsgraph calibrate` measures over the ranks that are there, also across hosts, and the first rank
-writes: do that where ranks of several hosts train together. Let nothing else run meanwhile.
-Exit code 1: measuring failed, or the figures could not be written."""
+Measure how fast this machine multiplies matrices, copies memory and starts kernels, and the latency and bandwidth of
+each kind of collective: with gloo over --nproc ranks, and with the GPUs' backend over all GPUs if there are several.
+The results are written to dsgraph/calibration in the user's cache folder (XDG_CACHE_HOME or ~/.cache), one file per
+host and device. Earlier results for groups of other sizes are kept. Compiling uses the results of the first rank's host
+on all ranks, or defaults if there are none. To train across hosts, run `torchrun ... -m dsgraph calibrate` on all of
+them: it measures over the ranks that torchrun started, and the first rank writes. Run nothing else during the
+measurement.
+Exit code 1: measuring failed, or the results could not be written."""
 
 
 def calibrate(arguments: argparse.Namespace) -> Answer:
     """Measure, write and show."""
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # set by torchrun
     if is_rank and arguments.nproc is not None:
-        raise CommandError("--nproc says how many ranks to start, and torchrun has started them: leave it out")
+        raise CommandError("--nproc sets how many ranks to start, but torchrun has already started them: leave it out")
     try:
         records = _over_these_ranks(arguments) if is_rank else _over_new_ranks(arguments)
         if is_rank and os.environ["RANK"] != "0":
@@ -139,8 +139,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         type=_duration,
         default=_SECONDS,
         metavar="S",
-        help=f"how long the collectives may take; devices and starting take some 15 s more (default: {_SECONDS:.0f})",
+        help=f"time for the collectives; devices and startup take about 15 s more (default: {_SECONDS:.0f})",
     )
 
 
-COMMAND = Command("calibrate", "measure this machine, for the cost model", _DESCRIPTION, _configure, calibrate)
+COMMAND = Command("calibrate", "measure this machine for the cost model", _DESCRIPTION, _configure, calibrate)

@@ -28,9 +28,9 @@ from dsgraph.tools.cli.table import table
 from . import probe
 
 _DESCRIPTION = """\
-Checks Python, torch, compilers, devices and packages, runs a collective on two processes, and lists the parts of
+Check Python, torch, compilers, devices and packages, and run a collective on two processes. Then list the features of
 dsgraph that work on this machine, those that do not, and why.
-Exit code 1: something that dsgraph cannot do without is missing or broken."""
+Exit code 1: something that dsgraph requires is missing or broken."""
 
 # Longest time of the process that loads torch, and of the compiler, seconds; a few on an idle machine.
 _PATIENCE, _COMPILER_PATIENCE = 60.0, 30.0
@@ -141,7 +141,7 @@ def _compiler() -> Check:
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     path = shutil.which(name.split()[0])
     if path is None:
-        return Check("C++ compiler", "missing", advice=f"{name} is not there: install it, or set CXX")
+        return Check("C++ compiler", "missing", advice=f"{name} was not found: install it, or set CXX")
     headers = sysconfig.get_path("include")
     if not (Path(headers) / "Python.h").is_file():
         return Check("C++ compiler", "broken", path, f"no Python.h in {headers}: install python3-dev")
@@ -234,7 +234,7 @@ def _with_torch() -> list[Check]:
             checks.append(Check(name, "broken", advice=problem))
             problem = ""
         else:
-            checks.append(Check(name, "unknown", advice="not looked at"))
+            checks.append(Check(name, "unknown", advice="not checked"))
     return checks
 
 
@@ -288,7 +288,7 @@ def _abilities(checks: Mapping[str, Check]) -> Iterator[Ability]:
     yield Ability('codegen "inductor" on CPUs', lacks(*loads, "C++ compiler", "caches"))
     gpu_kernels = [lacks(*loads, "C++ compiler", "caches", "triton"), devices]
     yield Ability('codegen "inductor" on GPUs', ", ".join(filter(None, gpu_kernels)))
-    yield Ability("look at dumps", lacks("python", "networkx", "tabulate"))
+    yield Ability("inspect dumps", lacks("python", "networkx", "tabulate"))
     yield Ability("draw graphs", lacks("dot"))
     yield Ability("plot memory", lacks("matplotlib"))
     yield Ability("transformers models in examples and tests", lacks("transformers"))
@@ -296,4 +296,4 @@ def _abilities(checks: Mapping[str, Check]) -> Iterator[Ability]:
     yield Ability("compare with torchtitan", lacks("torchtitan"))
 
 
-COMMAND = Command("doctor", "check which parts of dsgraph work on this machine", _DESCRIPTION, _configure, _run)
+COMMAND = Command("doctor", "check which features of dsgraph work on this machine", _DESCRIPTION, _configure, _run)

@@ -28,32 +28,36 @@ _OPS = 6
 _NAME = 30
 
 _DESCRIPTION = """\
-Runs a Python script on the CPU up to its first optimizer step, and compiles each graph that the script compiles
-with dsgraph as Inductor would for an NVIDIA GPU, without one. It writes Inductor's code, the source of each Triton
-kernel, and each kernel compiled to a cubin for each architecture. Then it prints the resources and the predicted time
-of each kernel, and the calls of libraries. Inductor chooses among several configurations of a kernel by measuring; the
-table has their least and most registers, most shared memory, and fewest bytes of spilled registers. Passes use the
-costs of the first architecture. The script itself runs without any pass.
-Exit code 1: a kernel spills registers in each configuration, a graph could not be emitted, or the script failed."""
+Generate the GPU code of a script without a GPU. The script runs on the CPU up to its first optimizer step. For each
+graph that it compiles with dsgraph, the command writes the code that Inductor would generate for an NVIDIA GPU, the
+source of each Triton kernel, and each kernel compiled to a cubin for each architecture. Then it prints the resources
+and the predicted time of each kernel and of each library call. Inductor measures several configurations of a kernel and
+picks one: the table shows the fewest and the most registers, the most shared memory and the fewest bytes of spilled
+registers among them. Passes use the costs of the first architecture. The script itself runs without passes.
+Exit code 1: a kernel spills registers in every configuration, a graph could not be emitted, or the script failed."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_script_arguments(parser)
     parser.add_argument(
-        "--arch", default="sm_90", metavar="NAMES", help="comma-separated: sm_80, sm_90 (default: sm_90)"
+        "--arch", default="sm_90", metavar="NAMES", help="architectures, comma-separated: sm_80,sm_90 (default: sm_90)"
     )
-    parser.add_argument("--out", default="dsgraph-kernels", metavar="DIR", help="where to (default: dsgraph-kernels)")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace existing kernels, once the new ones are compiled"
+        "--out", default="dsgraph-kernels", metavar="DIR", help="output folder (default: dsgraph-kernels)"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace older kernels in that folder once the new ones are complete"
     )
     parser.add_argument(
         "--ranks",
         type=rank_count,
         default=1,
         metavar="N",
-        help="be one of N ranks; the others do not exist (default: 1)",
+        help="generate the code of one rank of N, on simulated ranks (default: 1)",
     )
-    parser.add_argument("--whole", action="store_true", help="run the script to its end, not to its first step")
+    parser.add_argument(
+        "--whole", action="store_true", help="run the script to its end instead of its first optimizer step"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
@@ -75,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         )
         graphs = [json.loads(path.read_text()) for path in folder.glob("graph*.json")]
         if not graphs and code == 0:
-            kept = "; the older kernels are as they were" if older else ""
+            kept = "; the older kernels are unchanged" if older else ""
             raise CommandError(f"nothing to emit: the script has compiled no graph with backend='dsgraph'{kept}")
         index = _index(graphs, archs=archs, ranks=arguments.ranks, code=code)
         keeps = bool(older) and all(graph["problem"] is not None for graph in graphs)
@@ -153,7 +157,7 @@ def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
     for path in files:
         name = path.relative_to(out).as_posix()
         if path.is_symlink() or (name != INDEX and not _PART.fullmatch(name)):
-            raise CommandError(f"{out} holds {name}, which no emission wrote; give --out another folder")
+            raise CommandError(f"{out} holds {name}, which `dsgraph emit` did not write; give --out another folder")
     if files and not overwrite:
         raise CommandError(f"{out} holds older kernels; give --overwrite to replace them, or --out another folder")
     return files
@@ -188,12 +192,13 @@ def report(index: Mapping[str, Any], *, folder: str, keeps_older: bool = False) 
     spills = [spilled for kernel in triton for spilled in _figures(kernel, "spill_bytes")]
     end = [f"{folder}: {len(triton)} Triton kernels in {len(spills)} configurations, each a cubin; {INDEX}"]
     if keeps_older:
-        end = [f"{folder}: the older kernels are as they were, since nothing was emitted"]
+        end = [f"{folder}: the older kernels are unchanged, because nothing was emitted"]
     if spilling:
         end.append(f"{len(spilling)} kernels spill registers: {', '.join(dict.fromkeys(spilling))}")
     elif any(spills):
         end.append(
-            f"no kernel must spill registers: each has a configuration that does not, {sum(map(bool, spills))} do"
+            "each kernel has a configuration that spills no registers; "
+            f"{sum(map(bool, spills))} of {len(spills)} configurations spill"
         )
     elif triton:
         end.append("no kernel spills registers")
@@ -216,7 +221,7 @@ def _describe_graph(graph: Mapping[str, Any]) -> str:
     seconds = sum(kernel["calls"] * kernel["seconds"] for kernel in kernels)
     calls = sum(kernel["calls"] for kernel in kernels)
     lines = [head, table(rows, headers, right=(1, 3, 4, 5, 6, 7, 8))] if rows else [head]
-    lines.append(f"{calls} kernels one after the other, predicted to take {1e6 * seconds:.0f} us")
+    lines.append(f"{calls} kernels in sequence, predicted to take {1e6 * seconds:.0f} us")
     if graph["collectives"]:
         counts = sorted(graph["collectives"].items())
         listing = ", ".join(f"{count} {name.split('.')[1].rstrip('_')}" for name, count in counts)
@@ -270,4 +275,4 @@ def _number(count: int | None) -> str:
     return str(count)
 
 
-COMMAND = Command("emit", "compile the kernels of a program without a GPU", _DESCRIPTION, _configure, _run, True)
+COMMAND = Command("emit", "write the GPU kernels of a script without a GPU", _DESCRIPTION, _configure, _run, True)

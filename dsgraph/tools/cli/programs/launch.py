@@ -14,52 +14,57 @@ from dsgraph.tools.cli.command import Answer, Command
 from dsgraph.utils.errors import LaunchError
 
 _DESCRIPTION = """\
-Starts a script under torchrun on each host of a hostfile, by ssh, or on this machine. The arguments after SCRIPT
-are the script's own. When a host fails, the others are ended, and the exit code is that of the first host that failed.
-See docs/guides/several-hosts.md."""
+Start a script under torchrun on this machine, or over ssh on each host of a hostfile. Arguments after SCRIPT are passed
+to the script. If a host fails, the others are stopped, and the exit code is that of the host that failed first. See
+docs/guides/several-hosts.md."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} [options] SCRIPT [ARGUMENTS]"
     _add_hosts(parser)
+    parser.add_argument("--master_addr", metavar="A", help="address of rank 0 (default: the name of the first host)")
     parser.add_argument(
-        "--master_addr", metavar="A", help="address at which ranks meet (default: the name of the first host)"
+        "--master_port", type=_port, metavar="P", help=f"port of rank 0 (default: {PORT}; for one host, a free port)"
     )
     parser.add_argument(
-        "--master_port", type=_port, metavar="P", help=f"the port there (default: {PORT}; for one host, a free one)"
+        "--ssh_port", type=_port, metavar="P", help="port of ssh on all hosts (default: from the configuration of ssh)"
     )
-    parser.add_argument("--ssh_port", type=_port, metavar="P", help="port of ssh on all hosts (default: as ssh is set)")
     parser.add_argument(
         "--max_restarts",
         type=_count,
         default=0,
         metavar="N",
-        help="how often torchrun restarts all ranks when one fails (default: 0)",
+        help="number of times torchrun restarts all ranks after a failure (default: 0)",
     )
     parser.add_argument(
         "--export",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="an environment variable of all ranks, by default with the value that it has here; may be repeated",
+        help="set an environment variable on all ranks (default value: the one in this shell); may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command of each host and start nothing")
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of each host without starting it")
+    parser.add_argument("-m", "--module", action="store_true", help="run SCRIPT as a module, as python -m does")
     parser.add_argument("script", metavar="SCRIPT", help="path of a Python script; the same on all hosts")
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-H", "--hostfile", metavar="FILE", help="a line `worker-1 slots=4` for each host (default: this machine alone)"
+        "-H", "--hostfile", metavar="FILE", help="hosts, one per line: `worker-1 slots=4` (default: only this machine)"
     )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
-        "-i", "--include", metavar="HOSTS", help="run on these alone: worker-1@worker-2:0,2 is a host and two slots"
+        "-i", "--include", metavar="HOSTS", help="run only on these: worker-1@worker-2:0,2 is a host and two slots"
     )
-    chosen.add_argument("-e", "--exclude", metavar="HOSTS", help="run on all but these, written as for --include")
+    chosen.add_argument(
+        "-e", "--exclude", metavar="HOSTS", help="run on all hosts except these; same format as --include"
+    )
     parser.add_argument("--num_nodes", type=rank_count, metavar="N", help="run on the first N hosts")
     parser.add_argument(
-        "--num_gpus", type=rank_count, metavar="N", help="ranks of each host (default: its slots; here, GPUs, or one)"
+        "--num_gpus",
+        type=rank_count,
+        metavar="N",
+        help="ranks per host (default: its slots; on this machine its GPUs, or 1)",
     )
 
 
@@ -122,7 +127,7 @@ def _count(text: str) -> int:
 
 COMMAND = Command(
     "launch",
-    "start a script's ranks on this machine or on several",
+    "start the ranks of a script on one or several machines",
     _DESCRIPTION,
     _configure,
     _run,

@@ -14,15 +14,17 @@ from dsgraph.tools.cli.inspect.ls import list_dump
 from dsgraph.tools.dumping.contents import rank_folders, remove_compiles, stranger
 
 _DESCRIPTION = """\
-Runs a Python script, alone or on several ranks, while every graph before and after every pass is written to a folder;
-then prints what `dsgraph ls` prints. A script inside a package that uses relative imports runs as a module of it.
+Run a Python script on one or several ranks, and write every graph before and after every pass to a folder. Then print
+the output of `dsgraph ls`. Use -m for a script in a package that uses relative imports.
 Exit code 1: the script failed, or it compiled nothing with dsgraph."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
-    parser.add_argument("--dump", default="dsgraph-dump", metavar="DIR", help="where to (default: dsgraph-dump)")
-    parser.add_argument("--overwrite", action="store_true", help="delete an existing dump first")
+    parser.add_argument(
+        "--dump", default="dsgraph-dump", metavar="DIR", help="folder of the dump (default: dsgraph-dump)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="delete an older dump in that folder")
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
@@ -39,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         )
     except KeyboardInterrupt:
         if any(folder.glob("rank*/compile*")):
-            print(f"stopped; what was dumped until then: dsgraph ls {folder}", file=sys.stderr)
+            print(f"stopped; the incomplete dump: dsgraph ls {folder}", file=sys.stderr)
         raise
     lines = []
     data = {"script_exit_code": code, "dump": str(folder), "listing": None}
@@ -75,7 +77,7 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
         return
     strange = stranger(folder)
     if strange is not None:
-        raise CommandError(f"{folder} holds {strange}, which is no part of a dump; give --dump another folder")
+        raise CommandError(f"{folder} holds {strange}, which is not part of a dump; give --dump another folder")
     if not overwrite:
         raise CommandError(f"{folder} holds an older dump; give --overwrite to replace it, or --dump another folder")
     try:
@@ -87,4 +89,4 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
         ) from None
 
 
-COMMAND = Command("run", "run a script with dumping on, then list the dump", _DESCRIPTION, _configure, _run, True)
+COMMAND = Command("run", "run a script with dumping enabled, then list the dump", _DESCRIPTION, _configure, _run, True)

@@ -42,7 +42,7 @@ def test_it_says_what_a_configuration_comes_to(path, capsys):
 def test_it_is_readable(path, capsys):
     assert main(["config", path, "--ranks", "4"]) == 0
     text = capsys.readouterr().out
-    assert "batch: 32 samples a step, 4 a micro-batch of a rank, 2 micro-batches" in text
+    assert "batch: 32 samples per step, 4 per micro-batch of a rank, 2 micro-batches" in text
     assert "bf16.enabled" in text and "passes: " in text
 
 

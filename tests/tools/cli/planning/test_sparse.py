@@ -26,7 +26,7 @@ def test_a_picture_is_drawn(call, tmp_path):
     [
         (["sprase"], "mode is 'sprase'; it takes one of dense, fixed"),
         (['{"mode": "fixed", "blocks": 8}'], "'blocks' is no field of mode 'fixed'"),
-        (['{"mode"'], "no JSON"),
+        (['{"mode"'], "invalid JSON"),
         (["--length", "0"], "--length is 0"),
         (["--plot", "a.txt"], "it takes a file that ends in"),
     ],

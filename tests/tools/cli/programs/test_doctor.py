@@ -70,7 +70,7 @@ def test_all_is_well_where_the_tests_run():
         ("raise OSError('libcudart.so: no such file')", "broken", "OSError: libcudart.so: no such file"),
         ("import os; os.abort()", "broken", "the check's process ended with exit code -6"),
         ("raise SystemExit(0)", "broken", "SystemExit: 0"),
-        ("import os; os._exit(0)", "unknown", "not looked at"),
+        ("import os; os._exit(0)", "unknown", "not checked"),
     ],
 )
 def test_a_broken_torch_is_reported(source, state, advice, tmp_path):
@@ -81,7 +81,7 @@ def test_a_broken_torch_is_reported(source, state, advice, tmp_path):
     assert (found["state"], found["advice"]) == (state, advice)
     assert answer["checks"]["two ranks"]["state"] == "unknown"
     assert answer["abilities"]['codegen "eager"'].startswith(f"torch {state}")
-    assert answer["abilities"]["look at dumps"] == ""
+    assert answer["abilities"]["inspect dumps"] == ""
 
 
 def test_a_torch_that_hangs_is_given_up_in_time(tmp_path):

@@ -152,7 +152,7 @@ def test_a_script_that_compiles_nothing_is_bad_input(tmp_path, monkeypatch, capf
         ([__file__, "--out", __file__], "is a file; give a folder"),
         (
             [__file__, "--out", str(ROOT / "tests" / "tools" / "emission")],
-            "which no emission wrote; give --out another folder",
+            "which `dsgraph emit` did not write; give --out another folder",
         ),
     ],
 )
@@ -177,8 +177,8 @@ def _older_kernels(out: Path) -> list[Path]:
     ("script", "code", "said"),
     [
         pytest.param("", 2, "nothing to emit", marks=pytest.mark.full),  # said above as well
-        ("raise SystemExit(3)", 1, "the older kernels are as they were"),
-        pytest.param(REFUSED, 1, "the older kernels are as they were", marks=pytest.mark.full),
+        ("raise SystemExit(3)", 1, "the older kernels are unchanged"),
+        pytest.param(REFUSED, 1, "the older kernels are unchanged", marks=pytest.mark.full),
     ],
 )
 def test_older_kernels_are_left_where_there_are_no_new_ones(tmp_path, call, script, code, said):
@@ -234,7 +234,7 @@ def test_a_kernel_spills_when_each_configuration_does():
     fine = report(_index(_kernel("triton_poi_fused_add_mul_silu_sigmoid_3", 0, 36)), folder="out")
     assert fine.code == 0
     assert "triton_poi_fused_add_mul_s.._3" in fine.text
-    assert fine.text.endswith("no kernel must spill registers: each has a configuration that does not, 1 do")
+    assert fine.text.endswith("each kernel has a configuration that spills no registers; 1 of 2 configurations spill")
     spilling = report(_index(_kernel("k", 4, 36)), folder="out")
     assert spilling.code == 1
     assert spilling.text.endswith("1 kernels spill registers: k")

@@ -147,7 +147,7 @@ def test_what_is_no_dump_is_never_deleted(strange, script, tmp_path, monkeypatch
     mine = Path(script("mine", f"d/{strange}"))
     monkeypatch.chdir(tmp_path)
     assert main(["run", path, "--dump", "d", "--overwrite"]) == 2
-    assert "which is no part of a dump" in capsys.readouterr().err
+    assert "which is not part of a dump" in capsys.readouterr().err
     assert mine.read_text() == "mine"
     assert graph.read_text() == "old"
 
@@ -257,4 +257,4 @@ time.sleep(600)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.endswith("stopped; what was dumped until then: dsgraph ls d\n")
+    assert err.endswith("stopped; the incomplete dump: dsgraph ls d\n")
