@@ -109,7 +109,7 @@ def _supports_everything(*inputs: Any, **options: Any) -> str | None:
 
 
 def _gain(match: Match, setting: Setting) -> Gain:
-    return Gain(0, 0, "what it spares is not known here")
+    return Gain(0, 0, "its savings are not known")
 
 
 def _schema(reference: Callable[..., Tensor]) -> str:

@@ -130,8 +130,8 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
                         self.freeze(self.state[param], group)
             self._start()
             print_notes(
-                f"{type(self).__name__}: the warm-up is over at step {self.freeze_step}: from here on variances are "
-                "frozen, and momentum travels as signs; compiled models are compiled once more"
+                f"{type(self).__name__}: the warm-up is over at step {self.freeze_step}: from now on variances are "
+                "frozen, and momentum is compressed to 1 bit; compiled models are compiled once more"
             )
         return loss
 
@@ -145,7 +145,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
             had_errors = self._start()
             if not had_errors:
                 print_notes(
-                    f"{type(self).__name__}: the errors of compression, of another number of ranks, start at zero"
+                    f"{type(self).__name__}: compression errors start at zero: another number of ranks saved them"
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -142,7 +142,7 @@ def maker_of(name: str, given: Mapping[str, Any], model: nn.Module, *, other_key
     for key in params:
         if key not in taken:
             hint = nearest(key, taken) or nearest(key, other_keys, where="at the top of the configuration")
-            raise ConfigError(f"optimizer.params: {name} has no {key!r}{hint}")
+            raise ConfigError(f"optimizer.params: {name} does not support {key!r}{hint}")
         takes_text = key in signature and "str" in str(signature[key].annotation)
         if isinstance(params[key], str) and not takes_text:
             raise ConfigError(f"optimizer.params: {key} is {params[key]!r}, a text: remove the quotes")

@@ -13,8 +13,8 @@ from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
 from .spec import Gain, KernelSpec
 
-NOWHERE = "was asked for and is substituted nowhere in this graph"
-"""The end of the note on a requested kernel that matches nowhere."""
+NOWHERE = "was requested, but is not used in this graph"
+"""How the note on a kernel ends that was looked for in vain."""
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Findings:
     @property
     def notes(self) -> list[str]:
         left = [
-            f"{name} is not substituted in {count} {'place' if count == 1 else 'places'}, nothing is to gain: {why}"
+            f"{name} is not substituted in {count} {'place' if count == 1 else 'places'}, because nothing is gained: "
+            f"{why}"
             for (name, why), count in self.left.items()
         ]
         return [*self.misses, *left]
@@ -60,7 +61,7 @@ class Findings:
         for name, count in self.substituted.items():
             gain = self.gains[name]
             spared = [f"{gain.kernels} kernels"] * (gain.kernels > 0) + [f"{gain.bytes:,} bytes"] * (gain.bytes > 0)
-            expected = f"spares {' and '.join(spared)}" if spared else "because it was asked for"
+            expected = f"saves {' and '.join(spared)}" if spared else "because it was requested"
             line = f"{name} in {count} {'place' if count == 1 else 'places'}, {expected}: {gain.why}"
             lines.append("; ".join([line, *self.caveats.get(name, ())]))
         return lines
@@ -72,4 +73,4 @@ def _calls_already(spec: KernelSpec, gm: GraphModule) -> str:
         return ""
     calls = sum(len(find_calls(module, spec.already)) for module in all_graph_modules(gm))
     where = f"{calls} {'place' if calls == 1 else 'places'}"
-    return f"is not substituted: the graph calls torch's {spec.already.__name__} already, in {where}" * (calls > 0)
+    return f"is not substituted: the graph already calls torch's {spec.already.__name__}, in {where}" * (calls > 0)

@@ -73,7 +73,7 @@ class SparsifyAttention(GraphPass):
                 if isinstance(found, FoundAttention) and isinstance(made, str):
                     _erase(found.node, erased)
                 if isinstance(made, NearMiss):
-                    notes.append(f"attention is left dense{user_line(made.node)}: {made.reason}")
+                    notes.append(f"attention stays dense{user_line(made.node)}: {made.reason}")
                 else:
                     done[made] += 1
         if not done:

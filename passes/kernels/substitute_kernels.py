@@ -94,7 +94,7 @@ class SubstituteKernels(GraphPass):
             found.miss(spec, answer.node, reason)
             return
         if answer.caveat and spec.name not in self.asked:
-            ask = f"options={{'kernels': [{spec.name!r}]}} substitutes it all the same"
+            ask = f"options={{'kernels': [{spec.name!r}]}} substitutes it anyway"
             found.miss(spec, answer.node, f"{answer.caveat}; {ask}")
             return
         setting = Setting(ctx.fuses, _device_type(answer), training=not ctx.inference)

@@ -249,7 +249,7 @@ def describe(found: Proposal, limit: int) -> tuple[tuple[str, ...], tuple[str, .
     if found.saved is None:
         done: tuple[str, ...] = (takes,)
     else:
-        away = ", and transfers that nothing hides," if found.offloaded else ""
-        done = (f"{takes}; computing again{away} takes {1e3 * found.seconds:.3f} ms", *found.lines)
-    over = "memory_limit is not kept for this batch: the ranks go on with what they agreed on for the first one"
+        costs = "recomputation and exposed transfers take" if found.offloaded else "recomputation takes"
+        done = (f"{takes}; {costs} {1e3 * found.seconds:.3f} ms", *found.lines)
+    over = "memory_limit is exceeded for this batch: the ranks keep the plan of the first batch"
     return done, (over,) if found.peak > limit else ()

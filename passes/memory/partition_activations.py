@@ -59,7 +59,7 @@ class PartitionActivations(GraphPass):
     def run(self, pair: GraphPair, ctx: PassContext) -> PassResult:
         axis = next((axis for axis in ctx.axes if axis.role is AxisRole.TENSOR and axis.size > 1), None)
         if axis is None:
-            return PassResult(notes=("activations stay whole: no operator of the model is divided among ranks",))
+            return PassResult(notes=("activations are not sharded: the model has no tensor-parallel operator",))
         sizes = BackwardSizes(pair.backward, saved={theirs.name for _, theirs in pair.crossing()})
         found, notes = find_stored(pair, ctx, sizes, tier=_SLICE, least_bytes=self.least_bytes)
         alike = replicated_values(pair.forward, axis.group, replicated_inputs=_replicated_inputs(pair, ctx, axis.group))
@@ -70,11 +70,11 @@ class PartitionActivations(GraphPass):
         notes.extend(filter(None, reasons.values()))
         if len(asked) > len(same):
             rest = sum(item.size for item in asked) - sum(item.size for item in same)
-            notes.append(f"{len(asked) - len(same)} saved values, {rest} bytes, are not proved alike on all ranks")
+            notes.append(f"{len(asked) - len(same)} saved values, {rest} bytes, are not proved equal on all ranks")
         if taken:
             _split(pair, taken, sizes, axis)
         total = sum(item.size for item in taken)
-        done = (f"{len(taken)} saved values, {total} bytes, of which each of {axis.size} ranks saves its slice",)
+        done = (f"{len(taken)} saved values, {total} bytes, of which each of {axis.size} ranks saves a shard",)
         return PassResult(changed=len(taken), notes=tuple(notes), done=done if taken else ())
 
 
@@ -87,7 +87,9 @@ def _replicated_inputs(pair: GraphPair, ctx: PassContext, group: str) -> list[No
 def _reason_to_stay(item: StoredValue, axis: MeshAxis) -> str:
     if statically_known_true(fake_value(item.base).numel() % axis.size == 0):
         return ""
-    return f"{item.base.name} stays whole, {item.size} bytes: {axis.size} ranks cannot share its elements evenly"
+    return (
+        f"{item.base.name} is not sharded, {item.size} bytes: its elements do not divide evenly over {axis.size} ranks"
+    )
 
 
 def _split(pair: GraphPair, taken: Sequence[StoredValue], sizes: BackwardSizes, axis: MeshAxis) -> None:

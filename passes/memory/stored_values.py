@@ -69,7 +69,7 @@ def find_stored(
         reason, base = _reason_to_stay(uses, memory, piece, saved, sizes)
         if base is None or reason:
             if planned or saved[0][0].op != "placeholder":
-                notes.append(f"{saved[0][0].name} stays, {size} bytes: {reason}")
+                notes.append(f"{saved[0][0].name} is not offloaded, {size} bytes: {reason}")
             continue
         users = [user for _, theirs in saved for user in theirs.users]
         first = min(users, key=number_of.__getitem__)
@@ -147,11 +147,11 @@ def _reason_to_stay(
         return "the model returns it", None
     base = next((node for node in inside if _fills(node, piece, memory)), None)
     if base is None:
-        return "no tensor of the forward fills its memory", None
+        return "no tensor of the forward owns its memory", None
     if not all(map(sizes.knows, (*base.meta["val"].shape, *base.meta["val"].stride()))):
         return "the backward does not know its size", None
     if any(len(memory.roots[value.name]) > 1 or _steps(base, value, sizes) is None for value, _ in saved):
-        return "the backward cannot make it of what fills its memory", None
+        return "the backward cannot rebuild it from the tensor that owns its memory", None
     users = [user for node in inside for user in node.users] + [user for _, theirs in saved for user in theirs.users]
     if any(map(mutates_arguments, users)):
         return "a node writes to it", None

@@ -48,11 +48,11 @@ class BucketForwardGathers(Bucketing):
 
         def obstacle(bucket: Sequence[Node], node: Node) -> str | None:
             if node not in movable or bucket[0] not in movable:
-                return "one of the two is of what the graph computes"
+                return "one of the two gathers a value that the graph computes"
             first, last = min(bucket), max(bucket)  # nothing stands in the way between these
             between = (last, node) if last < node else (node, first) if node < first else (node, node.next)
             stops = barrier_between(*between)
-            return f"{stops.name} in between may write, or is not known" if stops is not None else None
+            return f"{stops.name} in between may write to it, or is unknown" if stops is not None else None
 
         ordered = sorted(filter(is_gather, collectives(gm)), key=_first_use)
         buckets, notes = fill(ordered, ctx, self, obstacle=obstacle)

@@ -56,7 +56,7 @@ def _obstacle(bucket: Sequence[Node], node: Node) -> str | None:
     if isinstance(results, str):
         return results
     stops = barrier_between(bucket[-1], node)
-    return f"{stops.name} in between may write, or is not known" if stops is not None else None
+    return f"{stops.name} in between may write to it, or is unknown" if stops is not None else None
 
 
 def _reduce_together(bucket: Sequence[Node]) -> None:

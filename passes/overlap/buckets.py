@@ -76,7 +76,10 @@ def fill(
     """
     members = [_member(node, ctx) for node in ordered]
     backends = sorted({_backend_that_cannot(node, ctx) for node in ordered} - {""})
-    notes = [f"nothing is bucketed on backend {name!r}: it is not known to start several at once" for name in backends]
+    notes = [
+        f"nothing is bucketed on backend {name!r}: it is not known to run several collectives as one"
+        for name in backends
+    ]
     buckets, reasons = _grow(members, ctx, limits, obstacle=obstacle)
     if not buckets:
         possible, _ = _grow(members, ctx, replace(limits, latency_share=0.0), obstacle=obstacle)
@@ -148,7 +151,7 @@ def _why_apart(possible: Sequence[Sequence[_Member]], ctx: PassContext, limits: 
     alone = sum(_seconds(member.node, member.sent, ctx) for bucket in possible for member in bucket)
     together = sum(_seconds(bucket[0].node, sum(member.sent for member in bucket), ctx) for bucket in possible)
     return (
-        f"{sum(map(len, possible))} collectives are not bucketed: predicted {1000 * alone:.4g} ms one by one and "
-        f"{1000 * together:.4g} ms in {len(possible)} buckets, in which each waits for all; the latency that two save "
-        f"is less than {limits.latency_share:g} of the time that they take to travel"
+        f"{sum(map(len, possible))} collectives are not bucketed: predicted {1000 * alone:.4g} ms separately and "
+        f"{1000 * together:.4g} ms in {len(possible)} buckets, where each waits for all; merging two saves latency of "
+        f"less than {limits.latency_share:g} of their transfer time"
     )

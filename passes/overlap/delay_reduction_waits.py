@@ -52,7 +52,7 @@ class DelayReductionWaits(GraphPass):
         for started, place in zip(reductions, self._places(gm, reductions, end, ctx), strict=True):
             results = made_of(started)
             if isinstance(results, str):
-                notes.append(f"{described(started)} is waited for at once: {results}")
+                notes.append(f"{described(started)} is waited for immediately: {results}")
             elif _move_ahead(results, place):
                 changed += 1
         return PassResult(changed=changed, notes=tuple(notes))

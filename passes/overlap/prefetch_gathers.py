@@ -68,7 +68,7 @@ class PrefetchForwardGathers(GraphPass):
                 moved.add(gather[0])
             elif place < gather[0] and barrier_between(place, gather[0]):
                 whose = parameter_of(gather[0], ctx)
-                notes.append(f"{whose} is not gathered earlier: an op in between may write, or is not known")
+                notes.append(f"{whose} is not gathered earlier: an op in between may write to it, or is unknown")
         moved |= self._start_in_time(gm, gathers, ctx)
         return PassResult(changed=len(moved), notes=tuple(notes))
 
@@ -180,9 +180,9 @@ def _notes_on_others(gm: GraphModule, ctx: PassContext) -> list[str]:
         if not kinds:
             reason = "its group is outside the mesh"
         elif started.target not in kinds:
-            reason = "gloo's own gathers must not overlap"
+            reason = "gloo's own all-gathers must not overlap"
         else:
-            reason = "it is of what the graph computes"
+            reason = "it gathers a value that the graph computes"
         notes.append(f"{described(started)} is not started earlier: {reason}")
     return notes
 

@@ -116,7 +116,7 @@ class _Search:
         held = known.slice_of(product.x)
         is_row = isinstance(held, Slice) and held.dim == len(known.shape_of(product.x)) - 1
         if held is not None and not is_row:
-            reason = reason or "what it is multiplied with is sliced in another dimension"
+            reason = reason or "its other operand is sharded along another dimension"
         dim, parts = (
             (product.inputs, held.parts) if is_row else (product.outputs, self.parts.get(layer_pattern(name), 1))
         )

@@ -23,7 +23,7 @@ def multiply_sliced_weight(node: Node, values: Values) -> Outcome | Refusal:
         return Outcome(own, **call)
     if dim == 1 and held in (None, own):
         return Outcome(None, {x: own} if held is None else {}, is_partial=True, **call)
-    return Refusal("a product with few bits of what is sliced in another way")
+    return Refusal("a matmul with a quantized weight whose input is sharded in another way")
 
 
 FEW_BITS: Mapping[str, Callable[[Node, Values], Outcome | Refusal]] = MappingProxyType(

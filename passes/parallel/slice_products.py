@@ -17,7 +17,7 @@ from dsgraph.passes.kernels.matching import call_of
 
 from .slices import Outcome, Refusal, Slice, Values, same
 
-_UNLIKE = "a product whose operands are sliced in two ways"
+_UNLIKE = "a matmul whose operands are sharded in two ways"
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ def weight_product(node: Node, values: Values) -> Outcome | Refusal:
 def _whole_weight(product: Product, held: Slice, values: Values) -> Outcome | Refusal:
     last = len(values.shape_of(product.x)) - 1
     if held is None or values.slice_of(product.bias) is not None:
-        return Refusal("a product whose bias alone is sliced")
+        return Refusal("a matmul of which only the bias is sharded")
     if held.dim == last:
-        return Refusal("a product sums over the sliced dimension, with a weight that is whole")
+        return Refusal("a matmul sums over the sharded dimension, with a replicated weight")
     return Outcome(held)
 
 
@@ -148,12 +148,14 @@ def attention(node: Node, values: Values) -> Outcome | Refusal:
     heads = [values.shape_of(operand)[1] for operand in operands]
     wrong = tuple(each for each, one in zip(operands, held, strict=True) if one not in (None, Slice(1)))
     if len(values.shape_of(operands[0])) != 4 or wrong or held[0] is None:
-        return Refusal("attention that is not sliced by heads", blamed=wrong)
+        return Refusal("attention that is not sharded by heads", blamed=wrong)
     takes: dict[Node, Slice] = {}
     for operand, one, count in zip(operands, held, heads, strict=True):
         if one is None and count != 1:
             if count != heads[0]:
-                return Refusal(f"attention of {heads[0]} sliced heads with {count} whole ones of keys and values")
+                return Refusal(
+                    f"attention of {heads[0]} sharded heads with {count} replicated heads of keys and values"
+                )
             takes[operand] = Slice(1)
     mask = call.get("attn_mask")
     if isinstance(mask, Node):
@@ -162,7 +164,7 @@ def attention(node: Node, values: Values) -> Outcome | Refusal:
             if values.slice_of(mask) is None:
                 takes[mask] = Slice(len(shape) - 3)
         elif values.slice_of(mask) is not None:
-            return Refusal("attention with a mask that is sliced otherwise")
+            return Refusal("attention with a mask that is sharded in another way")
     return Outcome(Slice(1), takes)
 
 

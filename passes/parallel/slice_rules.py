@@ -65,7 +65,7 @@ def pointwise(node: Node, values: Values, dims: int | None = None) -> Outcome | 
             continue
         placed = Slice(found.dim + count - len(values.shape_of(operand)), found.parts)
         if held is not None and placed != held:
-            return Refusal(f"{name_of(node)} of operands that are sliced in two ways")
+            return Refusal(f"{name_of(node)} of operands that are sharded in two ways")
         held = placed
     assert held is not None
     takes = {}
@@ -113,7 +113,7 @@ def _with_local_size(node: Node, held: Slice, values: Values) -> Outcome | Refus
         return Refusal(f"{name_of(node)} whose sizes cannot be read")
     size = sizes[held.dim]
     if not isinstance(size, int):
-        return Refusal(f"{name_of(node)} whose size of the sliced dimension is not fixed")
+        return Refusal(f"{name_of(node)} whose size of the sharded dimension is not fixed")
     if size != -1:
         sizes[held.dim] = size // values.ranks
     return Outcome(held, args=(node.args[0], tuple(sizes)), kwargs={})
@@ -133,7 +133,7 @@ def _getitem(node: Node, values: Values) -> Outcome | Refusal:
         assert isinstance(index, int)
         return Outcome(held[index])
     if not isinstance(held, Slice):
-        return Refusal("an index that is sliced")
+        return Refusal("an index that is sharded")
     items: Sequence[Any] = index if isinstance(index, tuple) else (index,)
     if any(not (item is None or item is Ellipsis or isinstance(item, (int, slice))) for item in items):
         return Refusal("an index that picks elements")
@@ -162,7 +162,7 @@ def _divide(node: Node, values: Values) -> Outcome | Refusal:
         return Refusal(f"{name_of(node)} into {sizes}, of which {values.ranks} ranks cannot share each evenly")
     if held.parts != len(sizes):
         hint = len(sizes) if held.parts == 1 else 0
-        return Refusal(f"{name_of(node)} into {len(sizes)} pieces of what is sliced as {held.parts}", hint)
+        return Refusal(f"{name_of(node)} into {len(sizes)} pieces of a tensor that is sharded as {held.parts}", hint)
     if call.kind == "split":
         return Outcome(
             (Slice(held.dim),) * len(sizes), args=(call.input, sizes[0] // values.ranks, held.dim), kwargs={}
@@ -178,9 +178,9 @@ def _cat(node: Node, values: Values) -> Outcome | Refusal:
     operands = [operand for operand in call["tensors"] if len(values.shape_of(operand)) == dims]
     held = next(found for operand in operands if (found := values.slice_of(operand)) is not None)
     if any(values.slice_of(operand) not in (None, held) for operand in operands):
-        return Refusal("cat of operands that are sliced in two ways")
+        return Refusal("cat of operands that are sharded in two ways")
     if call["dim"] % dims == held.dim:
-        return Refusal("cat along the sliced dimension")
+        return Refusal("cat along the sharded dimension")
     return Outcome(held, {operand: held for operand in operands if values.slice_of(operand) is None})
 
 
@@ -193,7 +193,7 @@ def _along(node: Node, values: Values) -> Outcome | Refusal:
     along = range(dims) if given is None else [given] if isinstance(given, int) else given
     reduced = {dim % dims for dim in along}
     if held.dim in reduced:
-        return Refusal(f"{name_of(node)} along the sliced dimension")
+        return Refusal(f"{name_of(node)} along the sharded dimension")
     if call.kind == "softmax" or call["keepdim"]:
         return Outcome(held)
     return Outcome(Slice(held.dim - sum(dim < held.dim for dim in reduced), held.parts))
@@ -204,9 +204,9 @@ def _norm(node: Node, values: Values) -> Outcome | Refusal:
     assert call is not None
     held = values.slice_of(call.input)
     if not isinstance(held, Slice) or values.slice_of(call["weight"]) is not None:
-        return Refusal(f"{name_of(node)} whose weight is sliced")
+        return Refusal(f"{name_of(node)} whose weight is sharded")
     if held.dim >= len(values.shape_of(node)) - len(call["normalized_shape"]):
-        return Refusal(f"{name_of(node)} along the sliced dimension")
+        return Refusal(f"{name_of(node)} along the sharded dimension")
     return Outcome(held)
 
 
@@ -222,7 +222,7 @@ def _stack(node: Node, values: Values) -> Outcome | Refusal:
     assert call is not None
     held = next(found for operand in call["tensors"] if (found := values.slice_of(operand)) is not None)
     if any(values.slice_of(operand) not in (None, held) for operand in call["tensors"]):
-        return Refusal("stack of operands that are sliced in two ways")
+        return Refusal("stack of operands that are sharded in two ways")
     at = call["dim"] % len(values.shape_of(node))
     takes = {operand: held for operand in call["tensors"] if values.slice_of(operand) is None}
     return Outcome(Slice(held.dim + (at <= held.dim), held.parts), takes)

@@ -23,11 +23,11 @@ def embedding(node: Node, values: Values) -> Outcome | Refusal:
     call = _bound(node, _EMBEDDING)
     held = values.slice_of(call["weight"])
     if held is None or values.slice_of(call["input"]) is not None:
-        return Refusal("an embedding whose ids are sliced")
+        return Refusal("an embedding whose ids are sharded")
     if held.dim == 1:
         return Outcome(Slice(len(values.shape_of(node)) - 1, held.parts))
     if held.parts != 1 or call.get("max_norm") is not None or call.get("scale_grad_by_freq") or call.get("sparse"):
-        return Refusal("an embedding with max_norm, scale_grad_by_freq or sparse, whose rows are sliced")
+        return Refusal("an embedding with max_norm, scale_grad_by_freq or sparse, whose rows are sharded")
     args = (call["input"], call["weight"], call.get("padding_idx"), values.ranks)
     return Outcome(None, target=sliced_embedding, args=args, kwargs={})
 
@@ -38,7 +38,7 @@ def cross_entropy(node: Node, values: Values) -> Outcome | Refusal:
     held = values.slice_of(call["input"])
     shape = values.shape_of(call["input"])
     if held is None or values.slice_of(call["target"]) is not None:
-        return Refusal("a loss whose targets are sliced")
+        return Refusal("a loss whose targets are sharded")
     is_plain = all(call.get(name) is None for name in ("weight", "size_average", "reduce"))
     if len(shape) != 2 or held != Slice(1) or len(values.shape_of(call["target"])) != 1:
         return Refusal("a loss whose classes are not the second of two dimensions")

@@ -101,9 +101,11 @@ def through_reshape(before: Sequence[Any], after: Sequence[Any], held: Slice, ra
         last, end = last - 1, end - 1
     merged, made = list(before[first:last]), list(after[first:end])
     if not all(isinstance(size, int) for size in (*merged, *made)) or math.prod(merged) != math.prod(made):
-        return Refusal(f"a view from {list(before)} to {list(after)} of what is sliced at dimension {held.dim}")
+        return Refusal(
+            f"a view from {list(before)} to {list(after)} of a tensor that is sharded along dimension {held.dim}"
+        )
     if math.prod(merged[: held.dim - first]) != 1:
-        return Refusal(f"a view that merges dimension {held.dim}, which is sliced, into one before it")
+        return Refusal(f"a view that merges dimension {held.dim}, which is sharded, into the dimension before it")
     return _split(made, first, held, ranks)
 
 

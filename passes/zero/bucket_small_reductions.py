@@ -66,10 +66,10 @@ class BucketSmallReductions(GraphPass):
         if _bytes(node) > self.small_bytes:
             reason = f"its {_bytes(node)} bytes are more than small_bytes={self.small_bytes}"
         elif not _leads_to_outputs_only(node):
-            reason = "the graph goes on computing with it"
+            reason = "the graph computes with its result"
         else:
-            reason = "no other small gradient shares its groups and dtypes, with room in the bucket"
-        return f"{described(node)} is reduced alone: {reason}"
+            reason = "no other small gradient has its groups and dtypes and fits into its bucket"
+        return f"{described(node)} is reduced separately: {reason}"
 
     def _fill(self, nodes: list[Node]) -> list[list[Node]]:
         open_buckets: dict[object, list[Node]] = defaultdict(list)

@@ -123,8 +123,8 @@ def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
         return []
     messages, own = (_milliseconds(sum(seconds)) for seconds in zip(*slower, strict=True))
     return [
-        f"{len(slower)} of {len(gathers)} gathers go by messages, predicted to take {messages}, though gloo's own take "
-        f"{own}: of those no two may be under way at once"
+        f"{len(slower)} of {len(gathers)} gathers use messages, predicted to take {messages}, although gloo's own take "
+        f"{own}: gloo's own must not overlap"
     ]
 
 
@@ -134,7 +134,7 @@ def _notes_on_reductions(predicted: Mapping[Node, Mapping[str, float]]) -> list[
     for seconds in predicted.values():
         chosen[_fastest(seconds)].append(seconds)
     return [
-        f"{len(which)} of {len(predicted)} reductions are not exchanged by messages: {kind} is predicted to take "
+        f"{len(which)} of {len(predicted)} reductions do not use messages: {kind} is predicted to take "
         f"{_milliseconds(sum(seconds[kind] for seconds in which))}, messages "
         f"{_milliseconds(sum(seconds[_MESSAGES] for seconds in which))}"
         for kind, which in chosen.items()

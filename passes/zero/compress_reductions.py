@@ -89,7 +89,7 @@ class CompressReductions(GraphPass):
         given, sent = sum(map(_bytes, markers)), sum(bucket.sent_bytes for bucket in buckets)
         for marker in markers:
             gm.graph.erase_node(marker)
-        done = f"{len(markers)} gradients of {given:,} bytes travel as {sent:,} bytes in {len(buckets)} buckets"
+        done = f"{len(markers)} gradients of {given:,} bytes are sent as {sent:,} bytes in {len(buckets)} buckets"
         return PassResult(changed=len(markers), done=(done,))
 
     def _fill(self, markers: list[Node], ctx: PassContext) -> list[_Bucket]:

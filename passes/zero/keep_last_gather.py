@@ -64,7 +64,7 @@ def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:
     if not gathers:
         return ()
     last = parameter_of(gathers[-1], ctx)
-    return (f"{last} is not kept for the backward: no output that is differentiated has 0 dimensions, as a loss has",)
+    return (f"{last} is not kept for the backward: no differentiated output is a scalar, such as a loss",)
 
 
 @dataclass(frozen=True)

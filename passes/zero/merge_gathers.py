@@ -66,7 +66,7 @@ def _notes_on_regions(gm: GraphModule) -> list[str]:
     inside = [count for count in counts if count]
     if not inside:
         return []
-    return [f"checkpoint regions gather for themselves: {sum(inside)} gathers in {len(inside)} regions"]
+    return [f"checkpoint regions gather separately: {sum(inside)} gathers in {len(inside)} regions"]
 
 
 def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
@@ -82,8 +82,8 @@ def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:
     ]
     names = dict.fromkeys(parameter_of(_sources(node)[-1], ctx) for node in markers)
     return [
-        f"the accumulated gradient of {name} is reduced by itself when the backward is through: the graph reads the "
-        "shard, too, or reads the parameter in an op that may not run"
+        f"the accumulated gradient of {name} is reduced separately after the backward: the graph also reads the "
+        "shard, or reads the parameter in an op that may not run"
         for name in names
     ]
 

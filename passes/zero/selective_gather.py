@@ -94,9 +94,9 @@ def _why_nothing(gathers: Sequence[Node]) -> tuple[str, ...]:
     if not gathers:
         return ()
     return (
-        f"{len(gathers)} parameters are gathered again: what a step leaves of the memory limit is not known, because "
-        "the graph reads a part of the model's parameters, or cannot be run on fake tensors (sizes that only the data "
-        "decide, say)",
+        f"{len(gathers)} parameters are gathered again: the memory that a step leaves under the limit is not known, "
+        "because the graph reads only some of the model's parameters, or cannot run on fake tensors (sizes that "
+        "depend on data, for example)",
     )
 
 
@@ -107,4 +107,4 @@ def _note_on_others(gathers: Sequence[Node], ctx: PassContext) -> tuple[str, ...
         f"{_name(started, ctx)} ({_bytes(started):,} bytes, {1e3 * _seconds(started, ctx):.2g} ms)"
         for started in gathers
     ]
-    return (f"gathered again, because {ctx.budget.to_keep:,} bytes are to spare for all: {', '.join(each)}",)
+    return (f"gathered again, because {ctx.budget.to_keep:,} bytes are spare: {', '.join(each)}",)

@@ -310,7 +310,7 @@ def _refusals() -> None:
         ({"config": config(0, optimizer={"type": "Adamm"})}, r"did you mean 'Adam' or 'AdamW'\?"),
         ({"config": config(0, optimizer={"type": "SGD", "params": {"momentun": 1}})}, r"did you mean 'momentum'\?"),
         ({"config": config(0, optimizer={"type": "SGD", "params": {"lr": -1}})}, "of SGD: Invalid learning"),
-        ({"config": config(0, optimizer={"type": "Muon", "params": {"model": 1}})}, "Muon has no 'model'"),
+        ({"config": config(0, optimizer={"type": "Muon", "params": {"model": 1}})}, "Muon does not support 'model'"),
         ({"config": config(0, scheduler={"type": "WarmupRL"})}, r"did you mean 'WarmupLR'\?"),
     ]:
         _refuses(model, arguments, message)

@@ -72,7 +72,7 @@ def _alone() -> list[float]:
 def test_steps_are_logged_as_those_of_any_engine(ranks):
     (losses, said, first), (same, silent, last) = ranks(2).run(_train)
     assert losses == same == pytest.approx(_alone(), rel=1e-5)
-    line = r"step 2: loss ([\d.]+), lr 0\.1, [\d.e+]+ samples/s, [\d.e+]+ MiB at most\n"
+    line = r"step 2: loss ([\d.]+), lr 0\.1, [\d.e+]+ samples/s, [\d.e+]+ MiB peak\n"
     assert float(re.fullmatch(line, said)[1]) == pytest.approx(losses[1], rel=1e-3) and not silent
     assert first == ["module.0.weight", "module.0.bias"] and last == ["module.2.weight", "module.2.bias"]
 

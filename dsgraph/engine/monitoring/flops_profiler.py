@@ -77,7 +77,7 @@ class FlopsProfiler:
         self._runs: Sequence[int] = ()
         self.modules: tuple[ModuleProfile, ...] = ()
         if section.output_file is not None and is_first:
-            self._write("the profile is not there yet")
+            self._write("the profile is not available yet")
 
     def _write(self, text: str) -> None:
         path = Path(self._section.output_file or "")

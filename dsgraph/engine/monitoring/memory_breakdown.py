@@ -27,7 +27,7 @@ def memory_use(partition: PartitionState, optimizer: Optimizer) -> dict[str, int
         "gradients": _bytes(entry.param.grad for entry in entries if entry.param.grad is not None),
         "optimizer state": _bytes(state),
     }
-    return {**found, "most so far": peak_bytes(entries[0].param.device)}
+    return {**found, "peak so far": peak_bytes(entries[0].param.device)}
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -68,7 +68,7 @@ def profile_text(modules: Sequence[Profiled], section: FlopsProfilerConfig, *, u
         ),
     ]
     if unknown:
-        parts.append(f"not all is counted: {unknown}")
+        parts.append(f"some operations are not counted: {unknown}")
     parts.append(_of_depths(modules, section))
     if section.detailed:
         parts.append(_tree(modules))

@@ -160,13 +160,13 @@ class StepLogger:
         parts = [f"loss {loss:.4g}", f"lr {', '.join(f'{rate:.4g}' for rate in state.get_lr())}"]
         if config.fp16.enabled:
             parts.append(f"loss scale {state.loss_scale.scale:g}")
-        units = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "tflops": "TFLOPS a rank"}
+        units = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "tflops": "TFLOPS per rank"}
         speed = self._line_speed.look(self._work())
         parts += [f"{value:.4g} {units[name]}" for name, value in speed.items()]
-        parts.append(f"{peak_bytes(self._device) / 2**20:.5g} MiB at most")
+        parts.append(f"{peak_bytes(self._device) / 2**20:.5g} MiB peak")
         lines = [f"step {counts.steps}{skipped}: {', '.join(parts)}"]
         if times:
-            lines.append("  ms a step: " + ", ".join(f"{name} {value:.4g}" for name, value in times.items()))
+            lines.append("  ms per step: " + ", ".join(f"{name} {value:.4g}" for name, value in times.items()))
         if self._memory:
             lines.append("  MiB: " + ", ".join(f"{name} {value / 2**20:.4g}" for name, value in self._memory.items()))
         return "\n".join(lines)

@@ -150,7 +150,7 @@ def schedule_class(kind: str, params: Mapping[str, Any]) -> type[LearningRateSch
     known = _parameters(made)
     for name in params:
         if name not in known:
-            raise ConfigError(f"scheduler.params: {kind} has no {name!r}{nearest(name, known)}")
+            raise ConfigError(f"scheduler.params: {kind} does not support {name!r}{nearest(name, known)}")
     missing = [name for name, needed in known.items() if needed and name not in params]
     if missing:
         raise ConfigError(f"scheduler.params: {kind} needs {missing[0]!r}")

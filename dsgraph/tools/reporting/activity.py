@@ -130,7 +130,7 @@ def fallbacks_of(
         for op, count in record.unlowered:
             calls[op, str(record.capture.function)] += count
     for (op, place), count in calls.items():
-        found.append(Fallback("op without lowering", op, count, place, "Inductor calls it as it is"))
+        found.append(Fallback("op without lowering", op, count, place, "Inductor calls it without compiling it"))
     passes = Counter((name, str(record.capture.function)) for record in records for name in record.unidentified)
     for (name, place), count in passes.items():
         found.append(Fallback("caches off", name, count, place, "the code of this pass cannot be identified"))

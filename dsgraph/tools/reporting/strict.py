@@ -72,7 +72,7 @@ def refuse_without_effect(request: CompileRequest) -> None:
         return
     if request.options.partition_activations and all(axis.role is not AxisRole.TENSOR for axis in request.facts.axes):
         raise StrictError(
-            "strict: option 'partition_activations' has no effect: no operator of the model is divided among ranks. "
+            "strict: option 'partition_activations' has no effect: the model has no tensor-parallel operator. "
             f"Call dsgraph.tensor_parallel first, or drop the option, {_WITHOUT}"
         )
 
@@ -102,7 +102,10 @@ def refuse_compile(record: CompileEntry) -> None:
     for item in record.passes:
         for note in item.notes:
             if note.endswith(NOWHERE):
-                others = "; ".join(other for other in item.notes if other is not note) or "nothing like it is there"
+                others = (
+                    "; ".join(other for other in item.notes if other is not note)
+                    or "the graph contains nothing similar"
+                )
                 if item.name == SparsifyAttention().name:
                     raise StrictError(f"strict: {note} of {where}: {others}. Drop the option, {_WITHOUT}")
                 raise StrictError(f"strict: kernel {note} of {where}: {others}. Drop it from 'kernels', {_WITHOUT}")

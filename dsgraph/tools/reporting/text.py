@@ -118,10 +118,10 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
         )
         for kind, members in groups.items()
     ]
-    lines = ["parameters", _table(rows, ("", "how many", "full", "on this rank", "gathered copy"))]
+    lines = ["parameters", _table(rows, ("", "count", "full", "on this rank", "gathered copy"))]
     held = [item.name for item in parameters if item.is_held_for_step]
     if held:
-        lines.append(_wrap(f"gathered once a step inside accumulate: {', '.join(held)}"))
+        lines.append(_wrap(f"gathered once per step inside accumulate: {', '.join(held)}"))
     return "\n".join(lines)
 
 
@@ -143,7 +143,7 @@ def _compiles(compiles: Sequence[Compile]) -> str:
                 f"{1000 * item.pass_seconds:.0f} + {1000 * item.verify_seconds:.0f} ms",
             )
         )
-    return "compiles\n" + _table(rows, ("", "function", "for", "by", "nodes", "passes, checks"))
+    return "compiles\n" + _table(rows, ("", "function", "mode", "codegen", "nodes", "passes, checks"))
 
 
 def _passes(compiles: Sequence[Compile]) -> str:
@@ -187,7 +187,7 @@ def _step(report: ReportRecord) -> str:
     if step.accumulated_each_bytes is not None:
         each, once = bytes_text(step.accumulated_each_bytes), bytes_text(step.accumulated_once_bytes)
         how = "accumulate(reduce_once=True)" if 2 in report.stages and step.accumulated_reduces_once else "accumulate"
-        lines.append(f"with {how}: {each} each micro-batch and {once} once a step")
+        lines.append(f"with {how}: {each} per micro-batch and {once} once per step")
     if rows:
         lines.append(_table(rows, ("", "runs", "collective", "over", "calls", "sends")))
     return "\n".join(lines)
@@ -195,9 +195,9 @@ def _step(report: ReportRecord) -> str:
 
 def _activations(compiles: Sequence[Compile]) -> str:
     rows = [(item.number, *_activation_row(item.activations)) for item in compiles if item.activations is not None]
-    heads = ("compile", "saved", "kept parameters", "computed again", "gathered again")
+    heads = ("compile", "saved", "kept parameters", "recomputed", "gathered again")
     names = [
-        f"kept of compile {item.number}: {', '.join(item.activations.kept_names)}"
+        f"kept by compile {item.number}: {', '.join(item.activations.kept_names)}"
         for item in compiles
         if item.activations is not None and item.activations.kept_names
     ]
@@ -220,7 +220,7 @@ def _memory(report: ReportRecord) -> str:
     node = f" at {memory.node}" if memory.node else ""
     return _wrap(
         f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
-        f"of that {_amounts(memory.parts)}; the optimizer taken to be Adam",
+        f"parts: {_amounts(memory.parts)}; assumes the optimizer is Adam",
         *(f"on {tier} {bytes_text(sum(parts.values()))}: {_amounts(parts)}" for tier, parts in memory.below.items()),
         *([] if limit is None else [_limit(limit, memory, report.limit_gaps)]),
     )
@@ -237,10 +237,10 @@ def _limit(limit: int, memory: Memory | None, gaps: tuple[str, ...]) -> str:
         return f"memory_limit: {bytes_text(limit)}"
     over = memory.peak - memory.buffers - limit
     if over <= 0:
-        return f"memory_limit: {bytes_text(limit)}, by that prediction met"
+        return f"memory_limit: {bytes_text(limit)}, met by that prediction"
     return (
-        f"memory_limit: {bytes_text(limit)} cannot be met: by that prediction a step takes {bytes_text(over)} more, "
-        "even where nothing is kept for speed"
+        f"memory_limit: {bytes_text(limit)} cannot be met: a step is predicted to take {bytes_text(over)} more, "
+        "even if nothing is kept for speed"
     )
 
 

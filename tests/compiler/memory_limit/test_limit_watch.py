@@ -45,4 +45,4 @@ def test_what_fits_is_not_named():
         compiled(torch.randn(ROWS, WIDTH)).backward()
         for _ in range(2):  # a forward that is thrown away does not wait
             compiled(torch.randn(ROWS, WIDTH))
-    assert "by that prediction met" in _text(model)
+    assert "met by that prediction" in _text(model)

@@ -61,7 +61,7 @@ def test_what_is_gathered_again_is_named():
     report = _train(GPT(CONFIG), *_tokens(), limit=150_000)
     (miss,) = [item for item in report.near_misses if item.pass_name == "selective_gather"]
     assert miss.note.startswith(
-        "gathered again, because 0 bytes are to spare for all: blocks.0.attention.qkv.weight (12,288 bytes"
+        "gathered again, because 0 bytes are spare: blocks.0.attention.qkv.weight (12,288 bytes"
     )
 
 

@@ -68,10 +68,10 @@ def test_what_is_shown_is_what_was_done_and_changes_nothing(ranks, tmp_path):
     rows = (tmp_path / "job" / "Train_Samples_lr.csv").read_text().split()
     assert rows == ["step,lr", *(f"{samples},0.01" for samples in (8, 16, 24, 32))]
     assert nothing == "", "one rank speaks"
-    (shown,) = re.findall(r"^step 4: loss ([\d.]+), .*TFLOPS a rank, .* MiB at most$", said, re.MULTILINE)
+    (shown,) = re.findall(r"^step 4: loss ([\d.]+), .*TFLOPS per rank, .* MiB peak$", said, re.MULTILINE)
     assert float(shown) == pytest.approx(mean[-1], rel=1e-3)
     assert re.search(
-        r"ms a step: forward [\d.]+, backward [\d.]+, step [\d.]+, gather [\d.]+, reduce [\d.]+\n  MiB: parameters ",
+        r"ms per step: forward [\d.]+, backward [\d.]+, step [\d.]+, gather [\d.]+, reduce [\d.]+\n  MiB: parameters ",
         said,
     )
     assert (tmp_path / "profile.txt").read_text().startswith("profile of one micro-batch on one rank, after step 1")

@@ -382,7 +382,7 @@ def _planned(limit: str | None, folder: str) -> list[torch.Tensor]:
 def test_a_limit_of_memory_says_what_lies_on_disk(one_rank, tmp_path, capfd):
     expected = _planned(None, "")
     found = _planned("1500MB", str(tmp_path))  # of 805 MB of states
-    assert "of the optimizer's state and 0% of parameters and gradients lie on disk" in capfd.readouterr().out
+    assert "of the optimizer's state and 0% of parameters and gradients are stored on disk" in capfd.readouterr().out
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs)
 

@@ -116,7 +116,11 @@ def test_a_saved_schedule_goes_on():
     ("kind", "params", "message"),
     [
         ("WarmupRL", {}, r"did you mean 'WarmupLR'\?"),
-        ("WarmupLR", {"warmup_steps": 3}, r"WarmupLR has no 'warmup_steps'; did you mean 'warmup_num_steps'\?"),
+        (
+            "WarmupLR",
+            {"warmup_steps": 3},
+            r"WarmupLR does not support 'warmup_steps'; did you mean 'warmup_num_steps'\?",
+        ),
         ("WarmupDecayLR", {}, "WarmupDecayLR needs 'total_num_steps'"),
         ("OneCycle", {"cycle_min_lr": 1}, "OneCycle needs 'cycle_max_lr'"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0"),

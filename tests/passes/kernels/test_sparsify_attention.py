@@ -179,7 +179,7 @@ def test_what_is_left_dense_is_named(function, said):
     inputs = _heads()
     made, backend = _run(function, *inputs)
     assert not backend.calls
-    assert any("attention is left dense" in note and said in note for note in backend.notes)
+    assert any("attention stays dense" in note and said in note for note in backend.notes)
     assert backend.notes[-1].startswith("sparse_attention was asked for")
     torch.testing.assert_close(made, function(*inputs))
 

@@ -62,7 +62,7 @@ def test_one_op_stands_for_many(inputs):
     FileCheck().check("dsgraph.rms_norm.default").check_same("norm_dtype").check("getitem").check("return").run(gm.code)
     FileCheck().check_not("rsqrt").check_not("mean").check_not("pow").run(gm.code)
     assert record.changed == 1 and record.notes == ()
-    assert record.done == ("rms_norm in 1 place, because it was asked for: on the CPU it is the same calls",)
+    assert record.done == ("rms_norm in 1 place, because it was requested: on the CPU it is the same calls",)
     assert torch.equal(result, norm(*inputs))
 
 
@@ -247,7 +247,7 @@ def test_where_inductor_does_as_well_only_what_was_asked_for_is_substituted(inpu
     _, record, _ = substitute(norm, *inputs, asked=False, fuses=True)
     assert record.changed == 0
     assert record.notes == (
-        "rms_norm is not substituted in 1 place, nothing is to gain: Inductor makes one kernel of it as well",
+        "rms_norm is not substituted in 1 place, because nothing is gained: Inductor makes one kernel of it as well",
     )
     _, record, _ = substitute(norm, *inputs, asked=True, fuses=True, kernels=[RMS_NORM])
     assert record.changed == 1
@@ -255,7 +255,7 @@ def test_where_inductor_does_as_well_only_what_was_asked_for_is_substituted(inpu
 
 def test_what_was_asked_for_and_is_not_there_is_said(inputs):
     _, record, _ = substitute(lambda x, w: x * w, *inputs, kernels=[RMS_NORM])
-    assert record.notes == ("rms_norm was asked for and is substituted nowhere in this graph",)
+    assert record.notes == ("rms_norm was requested, but is not used in this graph",)
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -269,8 +269,8 @@ def test_what_the_graph_calls_by_torchs_own_name_is_not_missing(calls):
     _, record, _ = substitute(function, torch.randn(1, 2, 4, 8, requires_grad=True), kernels=kernels)
     places = "1 place" if calls == 1 else "2 places"
     assert record.changed == 0 and record.notes == (
-        f"attention is not substituted: the graph calls torch's scaled_dot_product_attention already, in {places}",
-        "rms_norm was asked for and is substituted nowhere in this graph",
+        f"attention is not substituted: the graph already calls torch's scaled_dot_product_attention, in {places}",
+        "rms_norm was requested, but is not used in this graph",
     )
 
 
@@ -297,7 +297,7 @@ def test_a_kernel_whose_places_a_larger_one_takes_is_not_missing(function, large
     assert substitute(function, x, kernels=kernels[1:])[1].changed == is_there
     _, record, _ = substitute(function, x, kernels=kernels)
     assert record.changed == 1 and record.done[0].startswith(larger)
-    absent = (f"{smaller} was asked for and is substituted nowhere in this graph",)
+    absent = (f"{smaller} was requested, but is not used in this graph",)
     assert record.notes == (() if is_there else absent)
 
 
@@ -310,7 +310,7 @@ def test_what_is_not_proved_is_left_to_whoever_asks_for_it(inputs):
     _, record, _ = substitute(norm, *inputs, kernels=[careful], asked=False)
     (note,) = record.notes
     assert record.changed == 0
-    assert note.endswith("it rounds otherwise; options={'kernels': ['rms_norm']} substitutes it all the same")
+    assert note.endswith("it rounds otherwise; options={'kernels': ['rms_norm']} substitutes it anyway")
     _, record, _ = substitute(norm, *inputs, kernels=[careful])
     assert record.changed == 1 and record.done[0].endswith("it is the same calls; it rounds otherwise")
 

@@ -174,7 +174,7 @@ def test_where_the_sum_must_stay_the_norm_alone_is_substituted(inputs, function,
     assert len(sums) == (reason is not None) and all(reason in note for note in sums)
     assert_same(function, result, inputs)
     _, record, result = substitute(function, *inputs, kernels=BOTH)
-    assert record.done == ("rms_norm in 1 place, because it was asked for: on the CPU it is the same calls",)
+    assert record.done == ("rms_norm in 1 place, because it was requested: on the CPU it is the same calls",)
     assert_same(function, result, inputs)
 
 
@@ -183,7 +183,7 @@ def test_a_number_is_no_residual(inputs):
         return norm(x * residual + 1, weight)
 
     _, record, result = substitute(function, *inputs, kernels=[SUM])
-    assert record.notes == ("add_rms_norm was asked for and is substituted nowhere in this graph",)
+    assert record.notes == ("add_rms_norm was requested, but is not used in this graph",)
     assert_same(function, result, inputs)
 
 
@@ -279,7 +279,7 @@ def test_a_norm_counts_as_found_where_the_larger_kernel_took_its_places(inputs):
     _, record, _ = substitute(_layer, *inputs, kernels=BOTH)
     assert record.notes == () and record.done[0].startswith("add_rms_norm in 1 place")
     _, record, _ = substitute(lambda x, r, w: norm(x, w) * r, *inputs, kernels=BOTH)
-    assert record.notes == ("add_rms_norm was asked for and is substituted nowhere in this graph",)
+    assert record.notes == ("add_rms_norm was requested, but is not used in this graph",)
     _, record, _ = substitute(_layer, *inputs, kernels=[NORM])
     assert record.done[0].startswith("rms_norm in 1 place")
 

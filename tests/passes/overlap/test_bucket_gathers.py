@@ -143,13 +143,13 @@ def test_what_the_graph_computes_is_left_alone():
     before = code(gm)
     result = run_pass(BucketForwardGathers(), gm)
     assert result.changed == 0 and code(gm) == before
-    assert any("one of the two is of what the graph computes" in note for note in result.notes)
+    assert any("one of the two gathers a value that the graph computes" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
     ("axis", "note"),
     [
-        (MeshAxis("shard", 2, "0", "mpi"), "on backend 'mpi': it is not known to start several at once"),
+        (MeshAxis("shard", 2, "0", "mpi"), "on backend 'mpi': it is not known to run several collectives as one"),
         (MeshAxis("shard", 2, "another", "nccl"), None),
     ],
 )
@@ -172,7 +172,7 @@ def test_no_gather_moves_across_a_barrier(bucket, stop):
     before = code(gm)
     result = run_pass(bucket, gm)
     assert result.changed == 0 and code(gm) == before
-    assert any("in between may write, or is not known" in note for note in result.notes)
+    assert any("in between may write to it, or is unknown" in note for note in result.notes)
 
 
 def test_casts_and_padding_move_along():
@@ -207,7 +207,7 @@ def test_large_ones_go_alone_and_the_note_has_both_figures():
     result = run_pass(BucketForwardGathers(), gm, costs=_costs(1e-6, 32 / 1e-3))
     assert result.changed == 0 and len(collectives(gm)) == 3
     (note,) = result.notes
-    assert note.startswith("3 collectives are not bucketed: predicted 3.003 ms one by one and 3.001 ms in 1 buckets")
+    assert note.startswith("3 collectives are not bucketed: predicted 3.003 ms separately and 3.001 ms in 1 buckets")
     assert run_pass(BucketForwardGathers(latency_share=1e-4), gm, costs=_costs(1e-6, 32 / 1e-3)).changed == 3
 
 

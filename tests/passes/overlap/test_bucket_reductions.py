@@ -137,7 +137,7 @@ def test_no_reduction_moves_across_a_barrier(stop):
     before = code(gm)
     result = run_pass(BucketReductions(), gm)
     assert result.changed == 0 and code(gm) == before
-    assert any("in between may write, or is not known" in note for note in result.notes)
+    assert any("in between may write to it, or is unknown" in note for note in result.notes)
 
 
 @settings(max_examples=25)
@@ -161,7 +161,7 @@ def test_large_ones_go_alone_and_the_note_has_both_figures():
     result = run_pass(BucketReductions(), gm, costs=costs)
     assert result.changed == 0 and _bucket_sizes(gm) == [1, 1, 1]
     (note,) = result.notes
-    assert note.startswith("3 collectives are not bucketed: predicted 3.003 ms one by one and 3.001 ms in 1 buckets")
+    assert note.startswith("3 collectives are not bucketed: predicted 3.003 ms separately and 3.001 ms in 1 buckets")
 
 
 def test_a_graph_without_reductions():

@@ -86,7 +86,7 @@ def test_what_is_computed_or_communicated_with_is_left_alone(function):
         _computed_with: ("all_reduce", " computes with what it reduces and with other values"),
         _communicated_again: ("reduce_scatter_tensor_default", "all_reduce_default communicates what it reduces again"),
     }[function]
-    assert note.startswith(f"{name} [") and " is waited for at once: " in note and note.endswith(reason)
+    assert note.startswith(f"{name} [") and " is waited for immediately: " in note and note.endswith(reason)
 
 
 @pytest.mark.parametrize("stop", [lambda x, y: torch.ops.dsgraph_tests.unknown(y), lambda x, y: y.copy_(x)])

@@ -87,8 +87,8 @@ def test_meaning_is_kept_bit_for_bit():
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        (lambda x, b: c10d.all_gather_into_tensor(x[:2], 2, "0"), "it is of what the graph computes"),
-        (lambda x, b: c10d.all_gather_into_tensor(b.sin(), 2, "0"), "it is of what the graph computes"),
+        (lambda x, b: c10d.all_gather_into_tensor(x[:2], 2, "0"), "it gathers a value that the graph computes"),
+        (lambda x, b: c10d.all_gather_into_tensor(b.sin(), 2, "0"), "it gathers a value that the graph computes"),
         (lambda x, b: c10d.all_gather_into_tensor(b, 2, "a group of the user's"), "its group is outside the mesh"),
     ],
     ids=["of what the graph computes", "of a computation on an input", "outside the mesh"],
@@ -114,7 +114,7 @@ def test_two_of_gloos_own_are_never_under_way_at_once():
     result = run_pass(PrefetchForwardGathers(), gm, GLOO)
     assert result.changed == 0
     assert code(gm) == before
-    assert len(result.notes) == 3 and "gloo's own gathers must not overlap" in result.notes[0]
+    assert len(result.notes) == 3 and "gloo's own all-gathers must not overlap" in result.notes[0]
 
 
 def test_what_overlaps_already_stays():
@@ -164,7 +164,7 @@ def test_a_write_in_between_is_noted():
     result = run_pass(PrefetchForwardGathers(), gm)
     assert result.changed == 0
     assert [note.partition(" ")[2] for note in result.notes] == [
-        "is not gathered earlier: an op in between may write, or is not known"
+        "is not gathered earlier: an op in between may write to it, or is unknown"
     ]
 
 

@@ -24,7 +24,7 @@ def test_a_pair_is_a_column_and_a_row():
 
 def test_a_product_that_is_normalised_stays_whole():
     found = _find(lambda x, up: F.layer_norm(F.linear(x, up), (12,)), torch.randn(12, 8))
-    assert found == FoundSlices({}, {"layers.0.w0": "layer_norm along the sliced dimension"})
+    assert found == FoundSlices({}, {"layers.0.w0": "layer_norm along the sharded dimension"})
 
 
 def test_three_heads_are_not_shared_by_two_ranks():

@@ -119,12 +119,12 @@ def test_dropout_draws_the_numbers_of_all_slices():
     ("call", "reason"),
     [
         (lambda h: h.cumsum(-1), "cumsum is not known"),
-        (lambda h: h.softmax(-1), "along the sliced dimension"),
+        (lambda h: h.softmax(-1), "along the sharded dimension"),
         (lambda h: h.view(3, 3, 4), "3 heads, which 2 ranks cannot share"),
         (lambda h: h[:, 2:5], "an index into its slices"),
         (lambda h: h.reshape(-1), "merges dimension 1"),
-        (lambda h: torch.cat([h, h], 1), "cat along the sliced dimension"),
-        (lambda h: h.sum(-1), "along the sliced dimension"),
+        (lambda h: torch.cat([h, h], 1), "cat along the sharded dimension"),
+        (lambda h: h.sum(-1), "along the sharded dimension"),
     ],
 )
 def test_what_cannot_be_sliced_is_gathered_and_named(call, reason):

@@ -81,14 +81,14 @@ def test_large_gradients_go_alone():
     assert [note.partition(":")[2] for note in result.notes] == [
         " its 32 bytes are more than small_bytes=8",
         " its 16 bytes are more than small_bytes=8",
-        " no other small gradient shares its groups and dtypes, with room in the bucket",
+        " no other small gradient has its groups and dtypes and fits into its bucket",
     ]
 
 
 def test_a_gradient_that_the_graph_computes_with_is_noted():
     gm = trace(lambda a, b: (reduce(reduce(a, (8,), **WHOLE) + b, (8,), **WHOLE),), torch.randn(8), torch.randn(8))
     first, second = run_pass(BucketSmallReductions(), gm).notes
-    assert first.endswith("is reduced alone: the graph goes on computing with it")
+    assert first.endswith("is reduced separately: the graph computes with its result")
     assert first.startswith("reduce_grad [8] float32") and "no other small gradient" in second
 
 

@@ -116,7 +116,7 @@ def test_checkpoint_regions_gather_for_themselves():
     assert _markers(gm) == 3
     assert _merge(gm) == 1
     assert _markers(gm) == 2
-    assert _notes(gm) == ("checkpoint regions gather for themselves: 1 gathers in 1 regions",)
+    assert _notes(gm) == ("checkpoint regions gather separately: 1 gathers in 1 regions",)
 
 
 def test_a_parameter_that_the_graph_writes_to_is_left_alone():

@@ -79,15 +79,15 @@ def test_nothing_is_kept_where_nothing_is_known_to_be_to_spare():
     assert _keep(gm, None) == _keep(gm, None, memory_limit=None)
     assert not _saved(gm)
     (note,) = _keep(gm, None, memory_limit=10**9).notes
-    assert note.startswith("3 parameters are gathered again: what a step leaves of the memory limit is not known")
+    assert note.startswith(
+        "3 parameters are gathered again: the memory that a step leaves under the limit is not known"
+    )
 
 
 def test_a_note_names_what_is_gathered_again_with_its_size_and_time():
     gm = _lowered()
     (note,) = _keep(gm, B).notes
-    assert note.startswith(
-        "gathered again, because 128 bytes are to spare for all: a (64 bytes, 0.01 ms), c (192 bytes, "
-    )
+    assert note.startswith("gathered again, because 128 bytes are spare: a (64 bytes, 0.01 ms), c (192 bytes, ")
     assert not _keep(_lowered(), 10**6).notes
 
 

@@ -415,6 +415,6 @@ def test_memory_shows_what_a_limit_has_chosen(call, tmp_path):
     batch = torch.zeros(4, 64, dtype=torch.long), torch.zeros(4, 64, dtype=torch.long)
     dump(tmp_path, lambda: GPT(shape), batch, world=1, stage=0, memory_limit="2.4MB")
     shown = call("memory", tmp_path).out
-    assert "under memory_limit\na step takes " in shown and " of 2,400,000; computing again takes " in shown
+    assert "under memory_limit\na step takes " in shown and " of 2,400,000; recomputation takes " in shown
     assert "blocks.1: saves " in shown or "blocks.0, blocks.1" in shown
     assert PLANNED in call("ls", tmp_path).out and SHOWN == PLANNED

@@ -53,7 +53,9 @@ def _communication(node: NodeRecord) -> list[str]:
         return []
     why = f" for {listed(found.parameters)}" if found.parameters else ""
     where = f"axis {found.axis} ({found.ranks} ranks)" if found.axis else f"group {found.group!r}, not of the mesh"
-    return [f"  {found.kind} over {where}{why}: {bytes_text(found.sent)} per rank, awaited by {found.wait or 'no node'}"]
+    return [
+        f"  {found.kind} over {where}{why}: {bytes_text(found.sent)} per rank, awaited by {found.wait or 'no node'}"
+    ]
 
 
 def _life(graph: GraphRecord, node: NodeRecord) -> list[str]:

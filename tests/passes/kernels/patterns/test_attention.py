@@ -148,7 +148,7 @@ def test_every_spelling_is_found_and_means_the_same(spelling: Callable[..., Tens
 def test_one_op_stands_for_many():
     gm, record, _ = substitute(_upcast, *_inputs(), kernels=[SPEC], asked=False)
     FileCheck().check("dsgraph.attention.default(").check_same("contiguous = False").check(".contiguous()").run(gm.code)
-    assert record.done == ("attention in 1 place, spares 864 bytes: its probabilities are not stored",)  # 2*3*6*6*4
+    assert record.done == ("attention in 1 place, saves 864 bytes: its probabilities are not stored",)  # 2*3*6*6*4
 
 
 def test_a_result_that_is_returned_keeps_its_layout():
@@ -426,7 +426,7 @@ def test_where_torch_has_no_kernel_nothing_is_to_gain():
         return (q @ k.mT).softmax(-1) @ v[..., :4]
 
     _, record, _ = substitute(biased, *_inputs(), kernels=[SPEC])
-    assert "because it was asked for: for the gradient of its bias" in record.done[0]
+    assert "because it was requested: for the gradient of its bias" in record.done[0]
     _, record, _ = substitute(narrow, *_inputs(), kernels=[SPEC], asked=False)
     assert record.changed == 0 and "values are not as wide as keys" in record.notes[0]
 
@@ -451,7 +451,7 @@ def test_sizes_that_change_and_checkpoint_regions():
     for item in inputs:
         torch._dynamo.mark_dynamic(item, 2)
     gm, record, _ = substitute(function, *inputs, kernels=[SPEC], asked=False)
-    assert "causal = True" in gm.code and "spares 864 bytes" in record.done[0]
+    assert "causal = True" in gm.code and "saves 864 bytes" in record.done[0]
 
 
 @pytest.mark.slow

@@ -368,7 +368,7 @@ def test_it_is_substituted_where_memory_is_to_gain():
     assert "linear_cross_entropy.default" in gm.code
     # Logits and their gradient, but for a chunk of 256 rows.
     spared = (2 * 2048 - 256) * 4096 * 4
-    assert record.done == (f"linear_cross_entropy in 1 place, spares {spared:,} bytes: no logits in memory",)
+    assert record.done == (f"linear_cross_entropy in 1 place, saves {spared:,} bytes: no logits in memory",)
     _, record, _ = substitute(function, *large, asked=False, inference=True)
     assert f"{(2048 - 256) * 4096 * 4:,} bytes" in record.done[0]
     low = [tensor.bfloat16() for tensor in large[:2]]
@@ -376,7 +376,7 @@ def test_it_is_substituted_where_memory_is_to_gain():
     assert f"{(2 * 2048 - 256) * 4096 * 2 - 4096 * 4 * 4:,} bytes" in record.done[0]
     _, record, _ = substitute(function, *(tensor[:16] for tensor in large), asked=False)
     assert record.changed == 0
-    assert any("nothing is to gain: its logits take less than 16 MiB more" in note for note in record.notes)
+    assert any("because nothing is gained: its logits take less than 16 MiB more" in note for note in record.notes)
     _, record, _ = substitute(none, *large, asked=False)
     assert record.changed == 0 and "with reduction='none' it computes the logits twice" in record.notes[0]
     _, record, _ = substitute(none, *large, asked=False, inference=True)

@@ -84,7 +84,7 @@ def test_one_op_stands_for_all():
         "softmax_dropout.default(l_x_, 0.3, softmax_dtype = torch.float32, dtype = torch.bfloat16)"
     ).check("getitem").run(gm.code)
     FileCheck().check_not(".float()").check_not(".to(").run(gm.code)
-    assert record.done == ("softmax_dropout in 1 place, because it was asked for: on the CPU it is the same calls",)
+    assert record.done == ("softmax_dropout in 1 place, because it was requested: on the CPU it is the same calls",)
 
 
 def _dropped_weights_returned(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ def test_where_it_is_not_taken_softmax_and_dropout_are_looked_for():
     assert record.changed == 0 and record.notes[0].startswith("attention is not substituted")
     assert OTHER_NUMBERS in record.notes[0]
     assert record.notes[1:] == (
-        "softmax_dropout is not substituted in 1 place, nothing is to gain: on the CPU it is the same calls",
+        "softmax_dropout is not substituted in 1 place, because nothing is gained: on the CPU it is the same calls",
     )
 
     def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -280,9 +280,9 @@ def test_on_a_gpu_the_numbers_are_others_and_it_is_left_to_whoever_asks():
 def test_what_it_spares_is_counted():
     x = _scores()
     _, record, _ = substitute(SPELLINGS["functions"], x, kernels=[SPEC], asked=False)
-    assert "nothing is to gain: on the CPU it is the same calls" in record.notes[0]
+    assert "because nothing is gained: on the CPU it is the same calls" in record.notes[0]
     _, record, _ = substitute(SPELLINGS["functions"], x, kernels=[SPEC], asked=False, fuses=True)
-    assert "nothing is to gain: Inductor makes one kernel of it as well" in record.notes[0]
+    assert "because nothing is gained: Inductor makes one kernel of it as well" in record.notes[0]
     low, wide = {"softmax_dtype": torch.float32, "dtype": torch.bfloat16}, dict.fromkeys(("softmax_dtype", "dtype"))
     for options, expected in ((wide, (0, 1)), (low, (1, 3))):
         for training in (False, True):

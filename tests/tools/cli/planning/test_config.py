@@ -56,7 +56,7 @@ def test_bad_input_is_one_line(path, capsys):
 @pytest.mark.parametrize(
     ("params", "stage", "message"),
     [
-        ({"freeze_steps": 3}, 0, "OneBitAdam has no 'freeze_steps'; did you mean 'freeze_step'?"),
+        ({"freeze_steps": 3}, 0, "OneBitAdam does not support 'freeze_steps'; did you mean 'freeze_step'?"),
         ({"freeze_step": 3}, 2, "OneBitAdam with zero_optimization.stage 2"),
     ],
 )
