@@ -28,43 +28,41 @@ class DsgraphConfig(Section):
     """Keys that DeepSpeed's file does not have: backend options (docs/reference/options.md) and loader processes."""
 
     codegen: Literal["inductor", "eager"] = key(
-        "inductor", "code generator for graphs", option="codegen", parallel=True
+        "inductor", "code generator of compiled graphs", option="codegen", parallel=True
     )
     compile: bool = key(True, "`false` runs the model uncompiled", parallel=True)
     pipeline: tuple[str, ...] | None = key(
-        None, "names of the passes that run, in order; default: the default pipeline", option="pipeline"
+        None, "names of the passes to run, in order; default: the default pipeline", option="pipeline"
     )
     memory_limit: Bytes | None = key(
-        None,
-        'memory that a step may use: bytes, a text such as "60GiB", or a share of the device',
-        option="memory_limit",
+        None, 'maximum memory of a step: bytes, a text such as "60GiB", or a share of the device', option="memory_limit"
     )
     offload_folder: PathText | None = key(
         None,
-        "a folder on a disk, for the model's states that do not fit into half of `memory_limit`",
+        "folder on a disk for model states that do not fit into half of `memory_limit`",
         needs=(Needs(MODEL_DEVICE, ("cpu",), "below a GPU is the host: use dsgraph.host_memory_limit"), *_PLANNED),
     )
     host_memory_limit: Bytes | None = key(
         None,
-        "for a model on CUDA: host memory for the model's states that do not fit into half of `memory_limit`",
+        "for a model on CUDA: maximum host memory for model states that do not fit into half of `memory_limit`",
         needs=(_BELOW_CPU, *_PLANNED),
     )
     delayed_update: bool = key(
         False,
-        'with `zero_optimization.offload_optimizer.device` "cpu": the host computes each update beside the '
-        "next step's gradients, and it is applied one step late",
+        'with `zero_optimization.offload_optimizer.device` "cpu": compute each update on the host during the next '
+        "step, and apply it one step late",
         needs=(
             Needs(f"{_STATE}.device", ("cpu",), _ALL_ON_HOST, unless="dsgraph.host_memory_limit"),
             Needs(f"{_STATE}.ratio", (1.0,), _ALL_ON_HOST, unless="dsgraph.host_memory_limit"),
         ),
     )
     kernels: Literal["auto", "none"] | tuple[str, ...] = key(
-        "auto", "kernels that replace a model's operations", option="kernels", parallel=True
+        "auto", "kernels to substitute for matching code of the model", option="kernels", parallel=True
     )
-    strict: bool = key(
-        False, "raise an error where an optimisation could not be applied", option="strict", parallel=True
-    )
+    strict: bool = key(False, "raise an error if something requested was not done", option="strict", parallel=True)
     num_workers: int = key(
-        0, "processes of each rank that load `training_data`; 0: the rank loads it itself", ge=0, parallel=True
+        0, "loader processes per rank for `training_data`; 0: load in the rank's own process", ge=0, parallel=True
     )
-    metrics_file: str | None = key(None, "a file to which the scalars of each step are added, one JSON object a line")
+    metrics_file: str | None = key(
+        None, "file to which the scalars of each step are appended, one JSON object per line"
+    )

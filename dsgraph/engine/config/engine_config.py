@@ -26,11 +26,11 @@ def _compute_dtype(_: Any, config: EngineConfig) -> torch.dtype | None:
 
 
 class OptimizerConfig(Section):
-    """The optimizer that is made, unless the caller passes one."""
+    """The optimizer, unless the caller passes one."""
 
     type: str = key(
         ...,
-        "`AdamW`, `Adam`, `Lamb`, `Muon` (with AdamW for parameters that are not hidden matrices), `OneBitAdam` "
+        "`AdamW`, `Adam`, `Lamb`, `Muon` (AdamW for all but the model's inner matrices), `OneBitAdam` "
         "or `OneBitLamb` (docs/guides/slow-networks.md), or the name of a class of `torch.optim`. `Adam` decouples the "
         "weight decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed",
         parallel=True,
@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning rate schedule that is made, unless the caller passes one."""
+    """The learning rate schedule, unless the caller passes one."""
 
     type: str = key(..., "`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `LRRangeTest` or `OneCycle`", parallel=True)
     params: dict[str, Any] = key(
@@ -71,18 +71,18 @@ class Fp16Config(Section):
 
     enabled: bool = key(
         False,
-        "the forward sees parameters in float16; shards stay in float32",
+        "compute the forward with float16 parameters; shards stay in float32",
         argument="param_dtype",
         value=_compute_dtype,
         auto=FromArguments("fp16", lambda args, _: bool(args.fp16 or args.fp16_full_eval)),
         needs=(Needs("bf16.enabled", (False,), "the forward has one dtype"),),
     )
-    loss_scale: float = key(0, "a fixed scale of the loss; 0: a dynamic one", ge=0)
-    initial_scale_power: int = key(16, "the dynamic scale begins at 2 to this power", ge=0)
-    loss_scale_window: int = key(1000, "steps without overflow until the scale doubles", ge=1)
-    hysteresis: int = key(2, "overflows until the scale halves", ge=1)
-    consecutive_hysteresis: bool = key(False, "restart the count of overflows after a step without overflow")
-    min_loss_scale: float = key(1, "an overflow at this scale is an error", gt=0)
+    loss_scale: float = key(0, "fixed loss scale; 0: dynamic loss scale", ge=0)
+    initial_scale_power: int = key(16, "the dynamic scale starts at 2 to this power", ge=0)
+    loss_scale_window: int = key(1000, "number of steps without overflow until the scale doubles", ge=1)
+    hysteresis: int = key(2, "number of overflows until the scale halves", ge=1)
+    consecutive_hysteresis: bool = key(False, "reset the count of overflows after a step without overflow")
+    min_loss_scale: float = key(1, "smallest scale; an overflow at this scale is an error", gt=0)
 
 
 class Bf16Config(Section):
@@ -90,12 +90,12 @@ class Bf16Config(Section):
 
     enabled: bool = key(
         False,
-        "the forward sees parameters in bfloat16; shards stay in float32",
+        "compute the forward with bfloat16 parameters; shards stay in float32",
         argument="param_dtype",
         value=_compute_dtype,
         auto=FromArguments("bf16", lambda args, _: bool(args.bf16 or args.bf16_full_eval)),
     )
-    check_grad_overflow: bool = key(True, "skip a step whose gradients are not finite")
+    check_grad_overflow: bool = key(True, "skip a step if gradients are not finite")
 
 
 class FlopsProfilerConfig(Section):
@@ -103,19 +103,19 @@ class FlopsProfilerConfig(Section):
 
     enabled: bool = key(
         False,
-        "make a profile",
+        "write the profile",
         needs=(Needs("dsgraph.compile", (True,), "it counts the operations of compiled graphs"),),
     )
-    profile_step: int = key(1, "number of steps before the profile is made", ge=1)
-    module_depth: int = key(-1, "depth down to which modules are summed up; -1: all depths", ge=-1)
-    top_modules: int = key(1, "number of modules that are listed at each depth", ge=1)
-    detailed: bool = key(True, "show the tree of all modules")
-    output_file: PathText | None = key(None, "file for the profile; without it the profile is printed")
+    profile_step: int = key(1, "number of the step after which the profile is written", ge=1)
+    module_depth: int = key(-1, "largest module depth in the table; -1: all depths", ge=-1)
+    top_modules: int = key(1, "number of modules per depth in the table", ge=1)
+    detailed: bool = key(True, "also show the tree of all modules")
+    output_file: PathText | None = key(None, "file of the profile; by default it is printed")
 
 
 class _ScalarFilesConfig(Section):
     enabled: bool = key(False, "write the scalars")
-    output_path: PathText = key("", "folder with a folder for each job; relative to the working directory")
+    output_path: PathText = key("", "parent of the job's folder; default: the working directory")
     job_name: str = key("DeepSpeedJobName", "name of the job's folder")
 
 
@@ -124,24 +124,25 @@ class TensorboardConfig(_ScalarFilesConfig):
 
 
 class CsvMonitorConfig(_ScalarFilesConfig):
-    """Scalars of each step as CSV files, one file a scalar."""
+    """Scalars of each step as CSV files, one file per scalar."""
 
 
 class DataTypesConfig(Section):
     """Dtypes besides those of the forward."""
 
     grad_accum_dtype: Literal["fp32"] | None = key(
-        None, "dtype in which gradients of micro-batches are summed: always that of the shards"
+        None, "gradients of micro-batches are always accumulated in the dtype of the shards"
     )
 
 
 class ActivationCheckpointingConfig(Section):
-    """The storage of activations between the forward and the backward."""
+    """Where activations are stored between the forward and the backward."""
 
     cpu_checkpointing: bool = key(
         False,
-        "move activations to host memory after their last use in the forward, and back before the backward "
-        "needs them. For parts under `torch.utils.checkpoint` or `dsgraph.checkpointing.checkpoint`: their inputs",
+        "move saved activations to host memory after their last use in the forward, and back before the backward "
+        "needs them; with `torch.utils.checkpoint` or `dsgraph.checkpointing.checkpoint` these are the inputs of the "
+        "marked regions",
         option="activation_offload",
         value=lambda *_: "host",
         parallel=True,
@@ -154,22 +155,22 @@ class ParallelConfig(Section):
     See docs/guides/parallelism.md.
     """
 
-    dp: int = key(1, "data-parallel ranks, over which ZeRO shards", ge=1, parallel=True)
-    tp: int = key(1, "tensor-parallel ranks, which are neighbours", ge=1, parallel=True)
-    pp: int = key(1, "pipeline ranks, each with some of the layers", ge=1, parallel=True)
+    dp: int = key(1, "number of data-parallel ranks; ZeRO shards over them", ge=1, parallel=True)
+    tp: int = key(1, "number of tensor-parallel ranks (neighbours)", ge=1, parallel=True)
+    pp: int = key(1, "number of pipeline ranks", ge=1, parallel=True)
     schedule: str = key("1F1B", "pipeline schedule, see `dsgraph schedule`", parallel=True)
     split: Literal["auto"] | tuple[str, ...] = key(
-        "auto", "the first module of each stage from the second on", parallel=True
+        "auto", "the first module of the second and each later stage", parallel=True
     )
 
 
 class ProgressiveLayerDropConfig(Section):
     """Blocks of the model are skipped at random in training: see docs/guides/layer-dropping.md."""
 
-    enabled: bool = key(False, "drop blocks")
-    theta: float = key(0.5, "final probability that the last block is kept", gt=0, le=1)
-    gamma: float = key(0.001, "speed: the distance to `theta` shrinks by exp(-gamma) a step", ge=0)
-    blocks: tuple[str, ...] | None = key(None, "names of the lists of blocks; without it all lists of equal blocks")
+    enabled: bool = key(False, "skip blocks")
+    theta: float = key(0.5, "limit of the last block's probability of being kept", gt=0, le=1)
+    gamma: float = key(0.001, "decay rate: the distance to the limit shrinks by exp(-gamma) per step", ge=0)
+    blocks: tuple[str, ...] | None = key(None, "names of the lists of blocks; default: all lists of equal blocks")
 
 
 class CheckpointConfig(Section):
@@ -179,8 +180,8 @@ class CheckpointConfig(Section):
         Literal["Ignore", "Warn", "Fail"], BeforeValidator(lambda v: v.capitalize() if isinstance(v, str) else v)
     ] = key(
         "Warn",
-        "what to do if ranks give different tags: `Fail` raises an error; `Warn` prints a warning and "
-        "uses the first rank's tag; `Ignore` uses it silently",
+        "what to do if ranks pass different tags: `Fail` raises an error, `Warn` prints a warning and uses the tag of "
+        "the first rank, `Ignore` uses it silently",
         parallel=True,
     )
 
@@ -190,7 +191,7 @@ class EngineConfig(Section):
 
     train_batch_size: int | None = key(
         None,
-        "samples of a step, over all ranks",
+        "samples per step, over all ranks",
         ge=1,
         parallel=True,
         auto=FromArguments(
@@ -199,32 +200,32 @@ class EngineConfig(Section):
         ),
     )
     train_micro_batch_size_per_gpu: int | None = key(
-        None, "samples of a micro-batch of one rank", ge=1, parallel=True, auto="per_device_train_batch_size"
+        None, "samples per micro-batch of one rank", ge=1, parallel=True, auto="per_device_train_batch_size"
     )
     gradient_accumulation_steps: int | None = key(
-        None, "micro-batches of a step", ge=1, parallel=True, auto="gradient_accumulation_steps"
+        None, "micro-batches per step", ge=1, parallel=True, auto="gradient_accumulation_steps"
     )
-    steps_per_print: int | None = key(None, "steps from one printed line to the next", ge=1, parallel=True)
+    steps_per_print: int | None = key(None, "print a line every so many steps; default: never", ge=1, parallel=True)
     gradient_clipping: float = key(
         1.0, "clip gradients to this global norm; 0 disables clipping", ge=0, auto="max_grad_norm", parallel=True
     )
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = key(
         None,
-        "dtype in which gradients are summed over ranks; default: that of the forward",
+        "dtype in which gradients are summed over ranks; default: the dtype of the forward",
         argument="reduce_dtype",
         value=lambda name, _: _DTYPES[name],
     )
     dataloader_drop_last: bool = key(
         False,
-        "drop the samples of `training_data` that do not fill a micro-batch on every rank at the end of an "
-        "epoch; otherwise the last micro-batch is smaller, and some samples are used twice",
+        "drop samples of `training_data` that do not fill a micro-batch on every rank; otherwise the last micro-batch "
+        "of an epoch is smaller, and some samples repeat",
         parallel=True,
     )
-    dump_state: bool = key(False, "print the resolved configuration when the engine is made", parallel=True)
+    dump_state: bool = key(False, "print the resolved configuration when the engine is created", parallel=True)
     wall_clock_breakdown: bool = key(
-        False, "print the time of forward, backward and step after each printed line", needs=(_PRINTED,)
+        False, "print the time of forward, backward and step with each printed line", needs=(_PRINTED,)
     )
-    memory_breakdown: bool = key(False, "print the content of memory after each printed line", needs=(_PRINTED,))
+    memory_breakdown: bool = key(False, "print the memory use by part with each printed line", needs=(_PRINTED,))
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: Fp16Config = Fp16Config()
@@ -241,7 +242,7 @@ class EngineConfig(Section):
         None,
         option="sparse_attention",
         value=layout_of_section,
-        needs=(Needs("dsgraph.compile", (True,), "the compiler divides attention into blocks"),),
+        needs=(Needs("dsgraph.compile", (True,), "only compiled attention can be block-sparse"),),
     )
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()

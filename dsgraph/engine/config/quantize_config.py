@@ -16,10 +16,12 @@ class QuantizeBitsConfig(Section):
 
 
 class QuantizeScheduleConfig(Section):
-    """The schedule by which weights lose bits."""
+    """The schedule that lowers the number of bits."""
 
-    quantize_period: int = key(100, "quantised steps until weights lose the first bit; it doubles with each bit", ge=1)
-    schedule_offset: int = key(100, "steps before quantisation starts", ge=0)
+    quantize_period: int = key(
+        100, "quantized steps until the bits decrease by one; the period doubles after each decrease", ge=1
+    )
+    schedule_offset: int = key(100, "number of steps before quantization starts", ge=0)
 
 
 class QuantizeAlgoConfig(Section):
@@ -30,25 +32,25 @@ class QuantizeAlgoConfig(Section):
 
 
 class MixedQuantizeConfig(Section):
-    """A gradual change of weights from one number of bits to the next."""
+    """Mix quantized and unquantized weights, so that the number of bits changes gradually."""
 
-    enabled: bool = key(False, "mix quantised and unrounded weights")
-    quantize_change_ratio: float = key(0.001, "decrease of the unrounded weight's share in each step", gt=0, le=1)
+    enabled: bool = key(False, "mix the weights")
+    quantize_change_ratio: float = key(0.001, "decrease per step of the unquantized weight's share", gt=0, le=1)
 
 
 class EigenvalueConfig(Section):
-    """A slower schedule for blocks to whose weights the loss is more sensitive."""
+    """A slower schedule for blocks whose weights have larger Hessian eigenvalues (a more sensitive loss)."""
 
-    enabled: bool = key(False, "use eigenvalues")
-    verbose: bool = key(False, "print each block's eigenvalue on the first rank")
-    max_iter: int = key(100, "iterations for one eigenvalue, at most", ge=1)
-    tol: float = key(1e-2, "relative change of an eigenvalue below which iteration stops", gt=0)
-    stability: float = key(1e-6, "added to norms before dividing by them", ge=0)
+    enabled: bool = key(False, "compute eigenvalues, and adapt the schedule of each block")
+    verbose: bool = key(False, "print the eigenvalue of each block on the first rank")
+    max_iter: int = key(100, "maximum number of iterations per eigenvalue", ge=1)
+    tol: float = key(1e-2, "relative change of an eigenvalue at which the iteration stops", gt=0)
+    stability: float = key(1e-6, "added to norms before division by them", ge=0)
     gas_boundary_resolution: int = key(
-        1, "one of so many steps may compute eigenvalues; it does if weights are about to lose a bit", ge=1
+        1, "compute eigenvalues at most every so many steps, when the bits are about to decrease", ge=1
     )
-    layer_name: str | None = key(None, "the list of blocks, such as `model.layers`; default: all lists of equal blocks")
-    layer_num: int = key(0, "number of blocks in it; 0: any number", ge=0)
+    layer_name: str | None = key(None, "list of blocks, such as `model.layers`; default: all lists of equal blocks")
+    layer_num: int = key(0, "expected number of blocks; 0: any number", ge=0)
 
 
 class QuantizeTrainingConfig(Section):
@@ -56,19 +58,19 @@ class QuantizeTrainingConfig(Section):
 
     enabled: bool = key(
         False,
-        "quantise weights in training",
+        "quantize weights during training",
         needs=(Needs("zero_optimization.offload_param.device", ("none", "cpu"), "weights on disk cannot be rounded"),),
     )
-    quantize_verbose: bool = key(False, "print on the first rank when a weight loses a bit")
+    quantize_verbose: bool = key(False, "print each decrease of bits on the first rank")
     quantize_type: Literal["symmetric", "asymmetric"] = key(
-        "symmetric", "symmetric: 0 stays 0; asymmetric: the least and the largest weight are kept"
+        "symmetric", "symmetric: 0 is exact; asymmetric: the smallest and the largest weight are exact"
     )
     quantize_rounding: Literal["nearest", "stochastic"] = key(
-        "nearest", "stochastic: round up at random, with the fraction as probability"
+        "nearest", "stochastic: round up with a probability equal to the fractional part"
     )
     quantize_algo: QuantizeAlgoConfig = QuantizeAlgoConfig()
     quantize_groups: int | None = key(
-        None, "parts of a weight with a scale each; default: one a row, as for INT8", ge=1
+        None, "number of groups per weight, each with its own scale; default: one group per row, as in INT8", ge=1
     )
     quantize_bits: QuantizeBitsConfig = QuantizeBitsConfig()
     quantize_schedule: QuantizeScheduleConfig = QuantizeScheduleConfig()

@@ -15,25 +15,25 @@ from .section import Section
 class SparseAttentionConfig(Section):
     """Blocks of scores that self-attention computes, see docs/guides/long-sequences.md; each mode has its own keys."""
 
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key(
-        "fixed", "layout of the blocks"
-    )
-    block: int | None = key(None, "queries and keys of a block; default: 16")
-    different_layout_per_head: bool | None = key(None, "allow a different layout for each head")
-    num_local_blocks: int | None = key(None, "fixed: blocks of a window")
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key("fixed", "the layout")
+    block: int | None = key(None, "queries and keys per block; default: 16")
+    different_layout_per_head: bool | None = key(None, "allow a different layout per head")
+    num_local_blocks: int | None = key(None, "fixed: blocks per window")
     num_global_blocks: int | None = key(
-        None, "fixed: blocks of each window that all queries see; bigbird: first blocks that all queries see"
+        None, "fixed: global blocks per window; bigbird: number of first blocks that are global (all queries see them)"
     )
-    attention: Literal["bidirectional", "unidirectional"] | None = key(None, "bidirectional: queries see later keys")
+    attention: Literal["bidirectional", "unidirectional"] | None = key(
+        None, "unidirectional: queries see no later keys"
+    )
     horizontal_global_attention: bool | None = key(None, "fixed, variable: queries of global blocks see all keys")
     num_different_global_patterns: int | None = key(
-        None, "fixed: number of patterns of global blocks, which heads use in turn"
+        None, "fixed: number of different global positions in a window; heads take turns"
     )
-    num_random_blocks: int | None = key(None, "variable, bigbird: random blocks of a row")
+    num_random_blocks: int | None = key(None, "variable, bigbird: random blocks per row")
     local_window_blocks: tuple[int, ...] | None = key(None, "variable: sizes of the windows")
-    global_block_indices: tuple[int, ...] | None = key(None, "variable, bslongformer: blocks that all queries see")
+    global_block_indices: tuple[int, ...] | None = key(None, "variable, bslongformer: global blocks")
     global_block_end_indices: tuple[int, ...] | None = key(
-        None, "variable, bslongformer: end of each range of global blocks"
+        None, "variable, bslongformer: end (exclusive) of each range of global blocks"
     )
     num_sliding_window_blocks: int | None = key(None, "bigbird, bslongformer, local: width of the window")
     seed: int | None = key(None, "variable, bigbird: seed of the random blocks")

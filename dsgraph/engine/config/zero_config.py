@@ -17,7 +17,7 @@ _TIERS = {"nvme": "disk", "cpu": "host"}
 _IS_SET = Needs(".device", ("cpu", "nvme"), "nothing is offloaded")
 _IS_READ = Needs(".device", ("nvme",), "nothing is read", note=NO_EFFECT)
 _DISK = (
-    Needs(".nvme_path", (), "it is the folder on that disk", only="nvme"),
+    Needs(".nvme_path", (), "it names the folder on that disk", only="nvme"),
     Needs(MODEL_DEVICE, ("cpu",), "offloading from a GPU to a disk is not supported yet", only="nvme"),
 )
 _NOT_FROM_GPU = Needs(MODEL_DEVICE, ("cpu",), "parameters of a model on a GPU stay there", only="cpu")
@@ -53,43 +53,45 @@ class _OffloadConfig(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: PathText | None = key(
         None,
-        "the folder on that disk; it is made if it does not exist",
+        "folder on that disk; created if it does not exist",
         needs=(Needs(".device", ("nvme",), "nothing is stored on disk"),),
     )
-    ratio: float = key(1.0, "the share that is offloaded; the last parameters are not", gt=0, le=1, needs=(_IS_SET,))
+    ratio: float = key(
+        1.0, "share that is offloaded; the part of the last parameters stays in memory", gt=0, le=1, needs=(_IS_SET,)
+    )
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
-    """The place of the optimizer's state."""
+    """Where the state of the optimizer is stored."""
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
-        '"nvme": on disk, with a model on the CPU; "cpu": in host memory, where 16-bit parameters have masters of '
-        "float32; a model on the CPU has its state there in any case",
+        '"nvme": on disk (for a model on the CPU); "cpu": in host memory, with float32 masters of 16-bit parameters '
+        "(a model on the CPU has its state there already)",
         argument="offload",
         value=_partition_offload,
         needs=_DISK,
     )
     pin_memory: bool | None = key(
         None,
-        'with "cpu" and a model on CUDA: pin the copies; default: true',
+        'use pinned host memory, for "cpu" and a model on CUDA; `false` disables it',
         needs=(_IS_SET, Needs(MODEL_DEVICE, (), "nothing is copied to a device", note=NO_EFFECT, other_than="cpu")),
     )
 
 
 class OffloadParamConfig(_OffloadConfig):
-    """The place of parameters and their gradients."""
+    """Where parameters and their gradients are stored."""
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
-        '"nvme": on disk; "cpu": in host memory, where a model on the CPU has them in any case',
+        '"nvme": on disk; "cpu": in host memory (a model on the CPU has its parameters there already)',
         argument="offload",
         value=_partition_offload,
         needs=(*_DISK, _NOT_FROM_GPU, _STAGE_3),
     )
     buffer_count: int | None = key(
         None,
-        'with "nvme": number of buffers for parameters that are read early; see `buffer_size`',
+        'with "nvme": number of buffers for prefetched parameters; see `buffer_size`',
         ge=1,
         option="read_ahead_bytes",
         value=_read_ahead,
@@ -97,8 +99,8 @@ class OffloadParamConfig(_OffloadConfig):
     )
     buffer_size: int | None = key(
         None,
-        "elements of a buffer, 4 bytes each. `buffer_count` x `buffer_size` bounds the parameters that are read "
-        "early, but one always is. Default: 64 MiB; with one of the keys the other is DeepSpeed's, 5 or 100,000,000",
+        "elements of 4 bytes per buffer. At most `buffer_count` x `buffer_size` elements are prefetched, but at least "
+        "one parameter. Default: 64 MiB if neither is set, else DeepSpeed's 5 and 100,000,000",
         ge=1,
         option="read_ahead_bytes",
         value=_read_ahead,
@@ -128,7 +130,7 @@ class ZeroConfig(Section):
     )
     reduce_bucket_size: int | None = key(
         None,
-        "most gradient elements in one collective",
+        "maximum number of gradient elements in one collective",
         ge=1,
         option="reduce_bucket_bytes",
         value=_bytes_of,
@@ -136,13 +138,13 @@ class ZeroConfig(Section):
     )
     allgather_bucket_size: int | None = key(
         None,
-        "most parameter elements in one collective",
+        "maximum number of parameter elements in one collective",
         ge=1,
         option="gather_bucket_bytes",
         value=_bytes_of,
     )
     overlap_comm: bool | None = key(
-        None, "`false` turns off the passes that overlap collectives with computation", option="overlap_comm"
+        None, "`false` disables the passes that overlap collectives with computation", option="overlap_comm"
     )
     offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadParamConfig = OffloadParamConfig()

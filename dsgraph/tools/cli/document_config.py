@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import types
@@ -23,15 +24,15 @@ _HEAD = """\
 the file.
 
 `dsgraph.initialize(config=...)` takes the path of a JSON file, or a dict. Names, nesting and defaults are DeepSpeed's;
-the section `dsgraph` is our own. Two of the three batch sizes give the third: `train_batch_size` =
-`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `dsgraph config FILE` prints the resulting
-settings.
+the section `dsgraph` is an addition. Two of the three batch sizes determine the third: `train_batch_size` =
+`train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. `dsgraph config FILE` prints the effect of a
+file.
 
-The last column of a table says what a key sets and needs:
+The last column of a table lists what a key sets and needs:
 
 - the option of the backend ([options.md](options.md)) or the argument of `dsgraph.partition` that it sets; other keys
   take effect in the engine
-- other keys that it needs: without them it is refused, or printed as without effect
+- other keys that it needs: without them the engine raises an error, or prints that the key has no effect
 - the value of `"auto"` with `DsgraphTrainer`; elsewhere `"auto"` is the default
 - "`parallel`": it is supported with the section [`parallel`](#parallel), which refuses other keys
 """
@@ -48,9 +49,9 @@ def page() -> str:
     """Return the whole page."""
     parts = [_HEAD, _table(EngineConfig)]
     parts += _sections(EngineConfig, "")
-    parts += ["## Keys of DeepSpeed's that have no effect\n", "The engine prints the reason once.\n"]
+    parts += ["## DeepSpeed keys that have no effect\n", "The engine accepts them, and prints the reason once.\n"]
     parts.append(_rows(("key", "why"), [(f"`{key}`", reason) for key, reason in WITHOUT_EFFECT.items()]))
-    parts += ["## Keys of DeepSpeed's that are refused\n", "What they ask for is not supported yet.\n"]
+    parts += ["## DeepSpeed keys that raise an error\n", "Their feature is not supported yet.\n"]
     parts.append(_rows(("key", "what it is"), [(f"`{key}`", what) for key, what in NOT_YET.items()]))
     return "\n".join(parts)
 
@@ -59,7 +60,7 @@ def _sections(within: type[BaseModel], path: str) -> Iterator[str]:
     for name, field in within.model_fields.items():
         section = section_of(field)
         if section is not None:
-            yield from (f"## `{path}{name}`\n", f"{(section.__doc__ or '').strip()}\n")
+            yield from (f"## `{path}{name}`\n", f"{inspect.cleandoc(section.__doc__ or '')}\n")
             if _conditions(field):
                 yield f"The section sets and needs: {_conditions(field)}.\n"
             yield _table(section)

@@ -69,7 +69,7 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
             {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
             "fp16.enabled needs bf16.enabled false, and it is true",
         ),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "quantised communication is not supported yet"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "quantized communication is not supported yet"),
         ({"amp": {"enabled": True}}, "apex is not supported yet"),
         (
             {"flops_profiler": {"enabled": True}, "dsgraph": {"compile": False}},
