@@ -288,7 +288,7 @@ def _check(inner: Optimizer, params: Sequence[Tensor]) -> None:
     elsewhere = next((param for param in params if own_part(param).device.type != "cpu"), None)
     if elsewhere is not None:
         raise OffloadError(
-            f"{type(inner).__name__} holds parameters on {elsewhere.device.type}; state can be stored on disk only for "
+            f"{type(inner).__name__} holds parameters on {elsewhere.device.type}; state on disk needs "
             "parameters on the CPU"
         )
 

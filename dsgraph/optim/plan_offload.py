@@ -120,24 +120,22 @@ def plan_offload(
     limit = _bytes_of("memory_limit", memory_limit, device.type)
     is_host = device.type != "cpu"
     if is_host and folder is not None:
-        raise OffloadError(
-            f"folder has no effect yet on {device.type}, where states are offloaded to the host: leave it out"
-        )
+        raise OffloadError(f"folder has no effect yet on {device.type}, which offloads to the host: leave it out")
     if not is_host and host_memory_limit is not None:
         raise OffloadError("host_memory_limit has no effect on the CPU, whose memory is the host's: set memory_limit")
     sizes = Sizes.of(model, stage, ranks, keep_whole_below, to_host=is_host)
     found = sizes.within(limit)
     if found is not None and found.states and not is_host and folder is None:
         raise OffloadError(
-            f"memory_limit is {limit:,} bytes, and part of the model must go to disk: name a folder there, or set it "
-            f"to {sizes.memory(OffloadSplit(0, 0)):,} or more"
+            f"memory_limit is {limit:,} bytes, so that states must go to disk: set folder, or set memory_limit to "
+            f"{sizes.memory(OffloadSplit(0, 0)):,} or more"
         )
     if found is None:
         hint = "" if stage == 3 else f"; stage {stage} keeps parameters there, stage 3 would take less"
         where = "on the host" if is_host else "on disk"
         raise OffloadError(
-            f"memory_limit is {limit:,} bytes, and the model's states take {sizes.least:,} at least, with everything "
-            f"{where} that can be offloaded: set it to that or more{hint}"
+            f"memory_limit is {limit:,} bytes, but the model's states need {sizes.least:,} at least, with everything "
+            f"{where} that can be there: set it to that or more{hint}"
         )
     below = sizes.below(found)
     if is_host:

@@ -186,7 +186,7 @@ def test_on_the_host_parameters_of_a_model_on_the_cpu_lie_anyway(one_rank):
         gone = nn.Linear(256, 256)
     dsgraph.partition(gone, stage=3, offload={"parameters": "host"})
     with pytest.raises(
-        PartitionError, match="the model is to be on cuda; parameters can be offloaded only for a model on the CPU"
+        PartitionError, match="the model is to be on cuda; parameters can only be offloaded from the CPU"
     ):
         dsgraph.materialize(gone, "cuda")
 

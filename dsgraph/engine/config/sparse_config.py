@@ -15,7 +15,9 @@ from .section import Section
 class SparseAttentionConfig(Section):
     """Blocks of scores that self-attention computes, see docs/guides/long-sequences.md; each mode has its own keys."""
 
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key("fixed", "the layout")
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key(
+        "fixed", "layout of the blocks"
+    )
     block: int | None = key(None, "queries and keys per block; default: 16")
     different_layout_per_head: bool | None = key(None, "allow a different layout per head")
     num_local_blocks: int | None = key(None, "fixed: blocks per window")

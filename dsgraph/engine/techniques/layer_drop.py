@@ -67,11 +67,11 @@ class ProgressiveLayerDrop:
         """Return the line that is printed about layer dropping."""
         if self.is_own:
             uncompiled = ", and runs uncompiled, so options of graphs have no effect" if compiles else ""
-            return f"progressive_layer_drop: the model skips its layers itself{uncompiled}"
+            return f"progressive_layer_drop: the model drops its layers itself{uncompiled}"
         lists = dict.fromkeys(repr(block.of) for block in self.blocks)
         count = f"{len(self.blocks)} blocks of {', '.join(lists)}"
         how = "; each is compiled as its own graph, and code around them runs uncompiled" if compiles else ""
-        return f"progressive_layer_drop: {count} can be skipped{how}"
+        return f"progressive_layer_drop: {count} can be dropped{how}"
 
     def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
         """Wrap the forward of each block.
@@ -165,8 +165,8 @@ class _Block:
         if rest or not isinstance(first, Tensor) or first.shape != hidden.shape or first.dtype != hidden.dtype:
             shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
             raise EngineError(
-                f"progressive_layer_drop: {self.of}.{self.name} gives {shapes} for hidden states of "
-                f"{list(hidden.shape)}; a block that can be skipped must return one tensor of that shape: name "
+                f"progressive_layer_drop: {self.of}.{self.name} returns {shapes} for hidden states of "
+                f"{list(hidden.shape)}; a block that may be dropped must return one tensor of that shape: name "
                 "other lists of blocks in progressive_layer_drop.blocks"
             )
         self._is_tuple = isinstance(found, tuple)
@@ -182,7 +182,9 @@ def _blocks(config: ProgressiveLayerDropConfig, model: nn.Module) -> list[_Block
                 f"{nearest(name, list(found))}; there are {', '.join(found) or 'none'}"
             )
     if not names:
-        raise ConfigError("progressive_layer_drop: the model has no list of equal blocks to skip")
+        raise ConfigError(
+            "progressive_layer_drop: the model has no list of equal blocks, so none can be dropped: remove the section"
+        )
     return [
         _Block(name, key, block, (at + 1) / len(found[name]))
         for name in names

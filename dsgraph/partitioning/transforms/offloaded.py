@@ -91,13 +91,12 @@ def refuse_device(found: str, device: torch.device, offload: OffloadArguments) -
         return
     if offload.parameters:
         raise PartitionError(
-            f"offload: {found}; parameters can be offloaded only for a model on the CPU: leave 'parameters' out of "
-            "offload, and use more ranks at stage 3, or a lower param_dtype"
+            f"offload: {found}; parameters can only be offloaded from the CPU yet: leave 'parameters' out of offload, "
+            "and take more ranks at stage 3, or a lower param_dtype"
         )
     if offload.optimizer == "disk":
         raise PartitionError(
-            f"offload: {found}; the optimizer's state can be stored on disk only for a model on the CPU: "
-            "set 'optimizer' to 'host'"
+            f"offload: {found}; optimizer state on disk is only supported on the CPU yet: set 'optimizer' to 'host'"
         )
 
 

@@ -145,7 +145,7 @@ class _DropsItself(_Model):
 
 def test_a_model_that_drops_layers_itself_is_told_theta(one_rank, capsys):
     engine = dsgraph.initialize(model=_DropsItself(), config=_config(0))[0]
-    assert "the model skips its layers itself, and runs uncompiled" in capsys.readouterr().out
+    assert "the model drops its layers itself, and runs uncompiled" in capsys.readouterr().out
     for micro in range(4):
         engine.backward(engine(_batch(micro, 0)))
         engine.step()

@@ -78,7 +78,7 @@ def _moves(timeline: Timeline) -> str:
 def _queue(timeline: Timeline) -> str:
     """Return how much of the waiting is queueing for other transfers, before the awaited one has begun."""
     queued = sum(transfer.queued for transfer in timeline.transfers)
-    return f" ({_ms(queued)} ms of it in the queue after other collectives)" if queued else ""
+    return f" ({_ms(queued)} ms of it in the queue behind other collectives)" if queued else ""
 
 
 def _row(transfer: Transfer) -> list[str]:
