@@ -76,7 +76,7 @@ def find_script(path: str | None, module: str | None) -> Script:
     assert path is not None
     file = Path(path)
     if not file.is_file():
-        raise LaunchError(f"{path} is {'a folder' if file.is_dir() else 'not there'}; give the path of a script")
+        raise LaunchError(f"{path} is {'a folder' if file.is_dir() else 'not a file'}; give the path of a script")
     folder = file.resolve().parent
     names = [file.stem]
     while (folder / "__init__.py").is_file():

@@ -79,7 +79,7 @@ def _why_not(param: nn.Parameter) -> str | None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         return "has no shape yet (a lazy module): run one batch through the model first"
     if isinstance(param, DTensor):
-        return "is a DTensor already (tensor parallelism, FSDP); partitioning on top of another layout is not there yet"
+        return "is a DTensor already (tensor parallelism, FSDP); partitioning on top of another layout is not supported"
     if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
         return f"is a {type(param).__name__}, a tensor subclass that cannot be split"
     if param.layout is not torch.strided:

@@ -26,7 +26,7 @@ def resolve_mesh(mesh: DeviceMesh | None, model: nn.Module) -> DeviceMesh:
     devices = parameter_devices(model)
     if len(devices) > 1:
         raise PartitionError(
-            f"parameters lie on several kinds of device ({', '.join(devices)}); move the model to one first"
+            f"parameters are on several kinds of device ({', '.join(devices)}); move the model to one first"
         )
     if mesh is None:
         return _default_mesh(devices[0] if devices else None)

@@ -93,7 +93,7 @@ def _(
 
 
 SECOND_DERIVATIVES = (
-    "second derivatives in the parameters of a partitioned model (create_graph=True) are not there: take them with "
+    "second derivatives in the parameters of a partitioned model (create_graph=True) are not supported: take them with "
     "torch.func.functional_call and full tensors"
 )
 

@@ -12,7 +12,7 @@ from dsgraph.utils.errors import LaunchError
     [
         (None, None, "give one script"),
         ("a.py", "a", "give one script"),
-        ("nothing.py", None, "is not there"),
+        ("nothing.py", None, "is not a file"),
         (".", None, "is a folder"),
         (None, "no.such.module", "there is no module 'no.such.module'"),
     ],

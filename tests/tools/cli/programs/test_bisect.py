@@ -96,7 +96,7 @@ def test_a_script_that_fails_is_reported(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope.py"], "nope.py is not there"),
+        (["nope.py"], "nope.py is not a file"),
         ([__file__, "--rtol", "-1"], "--rtol: is '-1'; it takes a number >= 0"),
         ([__file__, "--atol", "nan"], "--atol: is 'nan'"),
         ([__file__, "--atol", "much"], "--atol: is 'much'"),

@@ -145,7 +145,7 @@ def test_a_script_that_compiles_nothing_is_bad_input(tmp_path, monkeypatch, capf
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope.py"], "nope.py is not there"),
+        (["nope.py"], "nope.py is not a file"),
         ([__file__, "--arch", "sm_75"], "--arch 'sm_75' is not known; known: sm_80 (A100 80GB), sm_90 (H100)"),
         ([__file__, "--arch", "sm_80,sm90"], "--arch 'sm90' is not known; known: sm_80"),
         ([__file__, "--ranks", "0"], "--ranks: is '0'"),

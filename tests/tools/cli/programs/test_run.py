@@ -100,7 +100,7 @@ def test_a_module_is_run_as_python_runs_it(script, tmp_path):
     ("arguments", "message"),
     [
         ([], "give one script to run"),
-        (["nope.py"], "nope.py is not there"),
+        (["nope.py"], "nope.py is not a file"),
         (["."], ". is a folder"),
         (["-m", "no.such"], "there is no module 'no.such'"),
         (["-m", "xml"], "there is no module 'xml'"),  # a package that cannot be run
