@@ -45,7 +45,7 @@ class PartPlan:
         away = f"offloads {self.offloaded_bytes / 2**20:.2f} MiB ({', '.join(self.offloaded)}), "
         return (
             f"{where}: saves {self.bytes / 2**20:.2f} MiB each ({', '.join(self.saved) or 'nothing'}), "
-            f"{away if self.offloaded else ''}recomputes the rest in {1e3 * self.seconds:.3f} ms"
+            f"{away if self.offloaded else ''}recomputing takes {1e3 * self.seconds:.3f} ms"
         )
 
 
