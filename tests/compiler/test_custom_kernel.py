@@ -75,7 +75,7 @@ def test_it_stands_in_wherever_the_calls_are_those_of_the_reference(function):
 )
 def test_other_calls_are_left_alone(function):
     _, record, result = substitute(function, *_inputs(), kernels=[_kernel()])
-    assert record.changed == 0 and "substituted nowhere" in record.notes[0]
+    assert record.changed == 0 and "is not used in this graph" in record.notes[0]
     assert torch.equal(result, function(*_inputs()))
 
 
@@ -157,7 +157,7 @@ def test_a_matcher_of_ones_own():
 
     spec = _kernel(match=match, anchor=lambda node: node.target is operator.add)
     _, record, result = substitute(lambda x, g: x * (1 + g.exp()).log() + 1, *_inputs(), kernels=[spec])
-    assert record.changed == 0 and "substituted nowhere" in record.notes[0]
+    assert record.changed == 0 and "is not used in this graph" in record.notes[0]
     _, record, result = substitute(lambda x, g: x * F.softplus(g) + 1, *_inputs(), kernels=[spec])
     assert record.changed == 1
     assert torch.equal(result, gate(*_inputs(), 1.0))
@@ -169,7 +169,7 @@ def test_the_example_of_the_docs_does_what_they_say(tmp_path, capsys):
     (tmp_path / "example.py").write_text(example)
     torch._dynamo.reset()
     found = runpy.run_path(str(tmp_path / "example.py"))
-    said = " ".join(capsys.readouterr().out.split())
+    said = re.sub(r"compile \d+", "compile 1", " ".join(capsys.readouterr().out.split()))  # counted in this process
     assert "squared_relu in 1 place" in shown and " ".join(shown.split()) in said
     x = torch.randn(8)
     assert torch.equal(found["compiled"](x), found["Model"]()(x))

@@ -193,7 +193,7 @@ def test_16_bits_are_as_near_to_float32_as_transformers(family, dtype):
         ({"max_tokens": 129}, "the model has 128 positions"),
         ({"checkpoint": "nowhere"}, "no folder with .safetensors"),
         ({"replace_with_kernel_inject": False, "options": {"kernels": "auto"}}, "leave one out"),
-        ({"config": {"tp": {"tp_size": 2}}, "mp_size": 2}, "config's tp and mp_size say the same"),
+        ({"config": {"tp": {"tp_size": 2}}, "mp_size": 2}, "config's tp and mp_size set the same argument"),
         ({"config": {"tensor_parallel": {"tp_size": 2}}}, "mp_size is 2, but there is one rank"),
         ({"config": {"injection_policy": {}}}, "config's injection_policy has no effect: slices are found"),
         ({"max_out_tokens": 129}, "the model has 128 positions"),

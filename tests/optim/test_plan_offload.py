@@ -66,9 +66,9 @@ def test_parameters_go_then():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_cannot_fit_is_refused_with_the_least_that_can(stage, ranks):
     arguments = {"folder": "/scratch", "stage": stage, "ranks": ranks}
-    with pytest.raises(OffloadError, match=r"take [\d,]+ at least") as error:
+    with pytest.raises(OffloadError, match=r"need [\d,]+ at least") as error:
         plan_offload(_model(), memory_limit=MB, **arguments)
-    least = int(str(error.value).partition("take ")[2].partition(" at least")[0].replace(",", ""))
+    least = int(str(error.value).partition("need ")[2].partition(" at least")[0].replace(",", ""))
     assert ("stage 3 would take less" in str(error.value)) is (stage != 3)
     assert plan_offload(_model(), memory_limit=least, **arguments).memory_bytes <= least
     with pytest.raises(OffloadError, match="at least"):

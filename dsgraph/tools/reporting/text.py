@@ -136,7 +136,7 @@ def _compiles(compiles: Sequence[Compile]) -> str:
         rows.append(
             (
                 item.number,
-                _fit(_short(item.function) + after, 34),
+                _fit(_short(item.function) + after, 30),
                 item.kind,
                 made,
                 graphs,

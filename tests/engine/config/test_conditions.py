@@ -27,7 +27,11 @@ def test_defaults_need_nothing():
     [
         (zero(offload_param=DISK), "cpu", r"offload_param.device needs zero_optimization.stage 3, and it is 0: other"),
         (zero(offload_optimizer=DISK), "cuda", r'device "nvme" needs the device of the model "cpu", and it is "cuda"'),
-        (zero(offload_optimizer={"device": "nvme"}), None, r'device "nvme" needs zero_.*nvme_path as well: it is the'),
+        (
+            zero(offload_optimizer={"device": "nvme"}),
+            None,
+            r'device "nvme" needs zero_.*nvme_path as well: it names the',
+        ),
         (zero(offload_optimizer={"ratio": 0.5}), None, r'ratio needs .*device "cpu" or "nvme", and it is "none"'),
         ({"dsgraph": {"delayed_update": True}}, None, r'delayed_update needs .*device "cpu", and it is "none"'),
         (

@@ -63,7 +63,7 @@ def test_with_memory_to_spare_all_are_held_from_the_first_micro_batch_to_the_las
     report = _train(GPT(CONFIG), *_tokens(), limit=10**9)
     full = {item.name: item.bytes_full for item in report.parameters if item.split_over}
     assert _held(report) == full and len(full) == MATRICES
-    assert "gathered once a step inside accumulate: embedding.weight, blocks.0.attention.qkv.weight" in str(report)
+    assert "gathered once per step inside accumulate: embedding.weight, blocks.0.attention.qkv.weight" in str(report)
     assert report.step.accumulated_once_bytes == sum(full.values()) * 7 // 8
     assert len(report.compiles) == 2
 

@@ -185,7 +185,7 @@ def test_the_report_follows_how_stage_2_accumulates(fake_ranks):
     compiled = _compiled(nn.Linear(8, 16, bias=False), stage=2)
     compiled(torch.ones(2, 8)).sum().backward()
     each = 16 * 8 * 4 * 7 // 8
-    assert "with accumulate: 448 B each" in str(dsgraph.report(compiled))
+    assert "with accumulate: 448 B per micro-batch" in str(dsgraph.report(compiled))
     with dsgraph.accumulate(compiled._orig_mod, reduce_once=True):
         compiled(torch.ones(2, 8)).sum().backward()
     report = dsgraph.report(compiled)

@@ -176,4 +176,4 @@ def test_a_program_that_cannot_be_repeated_is_no_fault_of_a_pass():
     first = {"pass": "the reference once more", "phase": "", "codegen": "eager", "ranks": [0], "node": None}
     answer = report([_result(0, first=first, unrepeatable=True)], 0)
     assert answer.code == 1
-    assert "gives other results when it is run again" in answer.text
+    assert "gives different results when it runs twice" in answer.text

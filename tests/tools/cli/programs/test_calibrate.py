@@ -48,7 +48,7 @@ def test_a_rank_starts_no_ranks(call, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     printed = call("calibrate", "--nproc", "2")
     assert printed.code == 2
-    assert "torchrun has started them: leave it out" in printed.err
+    assert "torchrun has already started them: leave it out" in printed.err
 
 
 def _start(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
