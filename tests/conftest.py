@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from dsgraph.compat.torch_version import why_no_regions
 from tests.covering import mark_members
 from tests.distributed.ranks import Processes, Ranks
 
@@ -25,16 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("distributed")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Skip tests of regions with a torch that cannot capture them: `partition` refuses `regions` there."""
-    report = yield
-    problem = why_no_regions()
-    if problem and call.excinfo is not None and problem in str(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, f"Skipped: {problem}")
-    return report
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dsgraph.compat.dtensor import distributed_like
+from dsgraph.compat.dtensor import LERPS_LISTS_OF_SHARDS, distributed_like
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.state_dict.saved_rows import mark_rows
@@ -37,9 +37,10 @@ NEED_ALL_ROWS = (optim.Adafactor, optim.Muon, optim.Rprop)
 # State that torch's optimizers store as a plain number for a parameter of any shape.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 # Options for steps on many parameters at once that torch does not support for shards.
-_UNKNOWN_ON_SHARDS = [(optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach")]
-if torch.__version__ < "2.13":
-    _UNKNOWN_ON_SHARDS.append((optim.Adafactor, "foreach"))
+_UNKNOWN_ON_SHARDS = (
+    *((optim.Adagrad, "fused"), (optim.SGD, "fused"), (optim.Rprop, "foreach")),
+    *([] if LERPS_LISTS_OF_SHARDS else [(optim.Adafactor, "foreach")]),
+)
 
 
 def guard(state: PartitionState) -> None:

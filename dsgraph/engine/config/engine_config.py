@@ -136,7 +136,7 @@ class DataTypesConfig(Section):
 
 
 class ActivationCheckpointingConfig(Section):
-    """Where activations are stored between the forward and the backward."""
+    """Storage of activations between the forward and the backward."""
 
     cpu_checkpointing: bool = key(
         False,

@@ -62,7 +62,7 @@ class _OffloadConfig(Section):
 
 
 class OffloadOptimizerConfig(_OffloadConfig):
-    """Where the state of the optimizer is stored."""
+    """Storage of the optimizer state."""
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
@@ -80,7 +80,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
 
 
 class OffloadParamConfig(_OffloadConfig):
-    """Where parameters and their gradients are stored."""
+    """Storage of parameters and their gradients."""
 
     device: Literal["none", "cpu", "nvme"] = key(
         "none",
