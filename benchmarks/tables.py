@@ -365,9 +365,9 @@ _QUESTIONS: Mapping[str, tuple[str, tuple[str, str, str], tuple[str, str, str]]]
         ("bfloat16, additional error in roundings (Qwen3)", "kernels-cpu", "bfloat16 error"),
     ),
     "gpus": (
-        "How fast are the kernels on an H100?",
-        ("softmax_dropout, time over Inductor", "gpu-h100", "softmax_dropout at 4096: time"),
-        ("linear_cross_entropy, time over Inductor", "gpu-h100", "linear_cross_entropy at 4096: time"),
+        "How fast are the kernels on an H200?",
+        ("softmax_dropout, time over Inductor", "gpu-h200", "softmax_dropout at 4096: time"),
+        ("linear_cross_entropy, time over Inductor", "gpu-h200", "linear_cross_entropy at 4096: time"),
     ),
     "scaling": (
         "How does compile time grow with layers and ranks?",
@@ -537,12 +537,17 @@ def _measured_on(file: str) -> str:
 
 
 def _gpu_tests() -> str:
-    """Return a table of the tests of each file of tests/gpu that passed and failed."""
-    counts: dict[str, list[int]] = {}
-    for test in _read("gpu-tests-h100")["tests"]:
-        counts.setdefault(Path(test["test"].partition("::")[0]).name, [0, 0])[test["outcome"] != "passed"] += 1
-    cells = [[f"`{name}`", str(passed), str(failed)] for name, (passed, failed) in sorted(counts.items())]
-    return f"{_measured_on('gpu-tests-h100')}\n\n{_table(cells, ['tests/gpu', 'passed', 'failed'])}"
+    """Return a table of the tests of each file of tests/gpu that passed, failed and were skipped."""
+    outcomes: dict[str, list[str]] = {}
+    for test in _read("gpu-tests-h200")["tests"]:
+        outcomes.setdefault(Path(test["test"].partition("::")[0]).name, []).append(test["outcome"])
+    cells = [[f"`{name}`", *map(str, _passed_failed_skipped(found))] for name, found in sorted(outcomes.items())]
+    return f"{_measured_on('gpu-tests-h200')}\n\n{_table(cells, ['tests/gpu', 'passed', 'failed', 'skipped'])}"
+
+
+def _passed_failed_skipped(outcomes: list[str]) -> tuple[int, int, int]:
+    passed, skipped = outcomes.count("passed"), outcomes.count("skipped")
+    return passed, len(outcomes) - passed - skipped, skipped
 
 
 def _read(file: str) -> Row:
@@ -552,8 +557,8 @@ def _read(file: str) -> Row:
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": _summary,
-    "gpu: kernels": _rows("gpu-h100", _GPU_KERNELS, having="kernel"),
-    "gpu: decoding": _rows("gpu-h100", _GPU_DECODING, having="host_ms"),
+    "gpu: kernels": _rows("gpu-h200", _GPU_KERNELS, having="kernel"),
+    "gpu: decoding": _rows("gpu-h200", _GPU_DECODING, having="host_ms"),
     "gpu: tests": _gpu_tests,
     "results": _headlines,
     "zero": _rows("zero-cpu", _SYSTEMS),
