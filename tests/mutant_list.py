@@ -1104,6 +1104,16 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("sliced-sums-stay-opaque", "passes/parallel/lower_slices.py", "missing entry"),
+        *("LowerForwardSlices.run", "node.target in _LOWERED", "node.target is _own.gather_slices.default"),
+        killers=("tests/passes/parallel/test_lower_slices.py",),
+    ),
+    Mutant(
+        *("sliced-sums-not-followed", "passes/verify/reductions.py", "missing event"),
+        *("_follow", "if target is torch.ops.dsgraph.sum_slices.default", "if False"),
+        killers=("tests/distributed/test_tensor_parallel.py",),
+    ),
+    Mutant(
         *("sliced-sums-rounded-twice", "passes/parallel/slice_tensors.py", "missing cast"),
         *("_Rewriting._widened", "not in _NARROW", "is not None"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),

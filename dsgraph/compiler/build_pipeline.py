@@ -16,6 +16,7 @@ from dsgraph.passes.overlap.bucket_gathers import BucketBackwardGathers, BucketF
 from dsgraph.passes.overlap.bucket_reductions import BucketReductions
 from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
 from dsgraph.passes.overlap.prefetch_gathers import PrefetchBackwardGathers, PrefetchForwardGathers
+from dsgraph.passes.parallel.lower_slices import LowerBackwardSlices, LowerForwardSlices
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.zero.await_copies import AwaitCopies
 from dsgraph.passes.zero.bucket_small_reductions import BucketSmallReductions
@@ -121,11 +122,13 @@ def _built_in(options: BackendOptions) -> list[GraphPass]:
         BucketForwardGathers(**gathers),
         *([PrefetchForwardGathers()] if overlap else []),
         AwaitCopies(),
+        LowerForwardSlices(),
         ReleaseKeptGather(),
         BucketBackwardGathers(**gathers),
         *([PrefetchBackwardGathers()] if overlap else []),
         BucketReductions(**reductions),
         *([DelayReductionWaits()] if overlap else []),
+        LowerBackwardSlices(),
     ]
 
 

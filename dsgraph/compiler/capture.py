@@ -25,7 +25,7 @@ from dsgraph.passes.core.collective_order import name_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.ir.user_source import OWN_FOLDER
-from dsgraph.passes.parallel.slice_walk import marked_slices
+from dsgraph.passes.parallel.slice_walk import communicates_slices, marked_slices
 from dsgraph.ranks.mesh import axis_group, mesh_axes
 from dsgraph.utils.errors import PartitionError
 
@@ -73,6 +73,7 @@ def read_facts(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None 
         roles=MappingProxyType(roles),
         gathered_copies=frozenset(copies),
         device_type=_device_type(inputs),
+        is_sliced=communicates_slices(gm),
     )
 
 

@@ -85,10 +85,9 @@ class LocalGradients:
         factor = 1 / scale
         if max_norm and norm > max_norm:
             factor *= max_norm / (norm + 1e-6)
-        if factor != 1:
+        if factor != 1 and self.parts:
             with torch.no_grad():
-                for part in self.parts:
-                    part.grad.mul_(factor)
+                torch._foreach_mul_([part.grad for part in self.parts], factor)
         return norm
 
 

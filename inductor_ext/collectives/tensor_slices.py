@@ -55,6 +55,17 @@ def join_slices(stacked: Tensor, dim: int, *, parts: int) -> Tensor:
     return pieces.transpose(dim, dim + 1).flatten(dim, dim + 2).clone(memory_format=torch.contiguous_format)
 
 
+def lowered_sum(x: Tensor, group: str) -> Tensor:
+    """Return `sum_slices`, computed by functional collectives that a tracer sees."""
+    return c10d_functional.wait_tensor(c10d_functional.all_reduce(x, "sum", group))
+
+
+def lowered_gather(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    """Return `gather_slices`, computed by functional collectives that a tracer sees."""
+    stacked = c10d_functional.all_gather_into_tensor(own.contiguous(), ranks, group)
+    return join_slices(c10d_functional.wait_tensor(stacked).view(ranks, *own.shape), dim, parts=parts)
+
+
 def _gathered(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
     shape = list(own.shape)
     shape[dim] = shape[dim] * ranks
@@ -75,9 +86,7 @@ def gather_slices(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> 
     Returns:
         `[..., size, ...]`.
     """
-    stacked = c10d_functional.all_gather_into_tensor(own.contiguous(), ranks, group)
-    stacked = c10d_functional.wait_tensor(stacked).view(ranks, *own.shape)
-    return join_slices(stacked, dim, parts=parts)
+    return lowered_gather(own, dim, parts, ranks, group)
 
 
 def _sliced(full: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
@@ -99,7 +108,7 @@ def _like(x: Tensor, group: str) -> Tensor:
 @define_op(fake=_like)
 def sum_slices(x: Tensor, group: str) -> Tensor:
     """Return the sum of `x` over the ranks of `group`, of the same shape."""
-    return c10d_functional.wait_tensor(c10d_functional.all_reduce(x, "sum", group)).clone()
+    return lowered_sum(x, group).clone()
 
 
 @define_op(fake=_like)

@@ -40,6 +40,7 @@ class CaptureFacts:
         unread: Parameters of the model that the graph does not read, which a step still keeps in memory.
         unread_copies: Bytes of their gathered copies.
         held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
+        is_sliced: True if the graph communicates slices of tensors.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -56,6 +57,7 @@ class CaptureFacts:
     unread: tuple[ParameterSpec, ...] = ()
     unread_copies: int = 0
     held_gradients: int = 0
+    is_sliced: bool = False
 
     @property
     def is_partitioned(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.ir.graph import find_calls
+from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
 from .slice_few_bits import FEW_BITS
 from .slice_rules import name_of, outcome_of
@@ -69,6 +69,14 @@ def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
         rest: Any = node.args[1:]
         dim, parts, ranks, group = rest
         yield node, Slice(dim, parts), ranks, group
+
+
+def communicates_slices(gm: GraphModule) -> bool:
+    """Return True if a graph sums or gathers slices, or will do so once `SliceTensors` has run."""
+    ops = [torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.sum_slices, torch.ops.dsgraph.enter_slices]
+    targets = {*ops, *(op.default for op in ops)}
+    nodes = (node for module in all_graph_modules(gm) for node in module.graph.nodes)
+    return any(node.op == "call_function" and (node.target in targets or name_of(node) in FEW_BITS) for node in nodes)
 
 
 def sharing_ranks(gm: GraphModule) -> tuple[int, str] | None:

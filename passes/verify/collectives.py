@@ -90,8 +90,8 @@ def _signature(node: Node) -> str:
 def _gathers(
     started: list[Node], markers: list[Node], ctx: PassContext
 ) -> tuple[dict[str, frozenset[str]], frozenset[str]]:
-    # Over a tensor axis activations are gathered, which have no markers.
-    others = {axis.group for axis in ctx.axes if axis.size == 1 or axis.role is AxisRole.TENSOR}
+    # Over other groups slices and activations are gathered, which have no markers.
+    groups = {axis.group for axis in ctx.axes if axis.size > 1 and axis.role is not AxisRole.TENSOR}
     gathers: dict[str, frozenset[str]] = {}
     repeated: dict[str, bool] = {}
     for node in (*started, *markers):
@@ -102,7 +102,7 @@ def _gathers(
             source, group = None, collective_group(node)
         else:
             continue
-        if not group or group in others:
+        if group not in groups:
             continue
         for result in results_of(node):
             is_repeated = _is_tagged(node) and all(map(_is_tagged, (result, *result.users)))

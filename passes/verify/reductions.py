@@ -36,6 +36,9 @@ _WORKER_ERROR = 2  # where it stands among the results of `reduce_compressed`
 
 _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
 
+# Over slices: ops before `LowerForwardSlices` and `LowerBackwardSlices` that sum nothing.
+_PASS_SUMS_ON = frozenset({torch.ops.dsgraph.gather_slices.default, torch.ops.dsgraph.enter_slices.default})
+
 
 @dataclass(frozen=True)
 class _Value:
@@ -101,6 +104,11 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
         return _summed(sources[0], [_event(group, "sum") for group in groups if sizes.get(group) != 1])
     if target is operator.getitem and node.all_input_nodes[0].target is torch.ops.dsgraph.reduce_compressed.default:
         return _of_compressed(node, sources[0], sizes)
+    if target is torch.ops.dsgraph.sum_slices.default:
+        group = bound_arguments(node)["group"]
+        return _summed(sources[0], [_event(group, "sum")] if sizes.get(group) != 1 else [])
+    if target in _PASS_SUMS_ON:
+        return _Value(sources[0].histories)
     collective = collective_of(node)
     if collective is not None:
         return _communicated(node, collective, sources, sizes)

@@ -52,14 +52,14 @@ def build(facts, **given):
 
 def test_a_pass_that_does_not_apply_is_left_out():
     everything = dsgraph.default_pipeline()
-    assert build(facts()) == everything
+    assert build(facts(is_sliced=True)) == everything
     assert names(build(CaptureFacts())) == ["slice_tensors", "substitute_kernels"]
     mine = names(build(CaptureFacts(), pipeline=everything + Late()))
     assert mine == ["slice_tensors", "substitute_kernels", "late"]
 
 
 def test_parameters_on_disk_bring_their_passes():
-    assert set(names(build(facts("disk")))) == {*names(dsgraph.default_pipeline()), *STREAMING}
+    assert set(names(build(facts("disk", is_sliced=True)))) == {*names(dsgraph.default_pipeline()), *STREAMING}
     ahead = {item.name: item for item in build(facts("disk"), read_ahead_bytes=7)}
     assert [ahead[name].ahead_bytes for name in STREAMING[1:]] == [7, 7]
     assert set(names(build(facts("disk"), pipeline=[InsertZeroCollectives()]))) == {

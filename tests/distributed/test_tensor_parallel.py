@@ -92,6 +92,18 @@ class _Sums:
         return 0
 
 
+def _forward_is_lowered(gm: torch.fx.GraphModule, ctx: Any) -> int:
+    """Check that slices communicate by collectives that Inductor knows, by a pass after all others."""
+    names = {str(node.target) for node in gm.graph.nodes}
+    assert not {name for name in names if re.match(r"dsgraph\.(sum|gather|enter)_slices", name)}, names
+    assert any("all_reduce" in name for name in names), names
+    return 0
+
+
+def _backward_is_lowered(gm: torch.fx.GraphModule, ctx: Any) -> int:
+    return _forward_is_lowered(gm, ctx)
+
+
 def _train(name: str, codegen: str = "eager", plan: Any = "auto", sliced: tuple[str, ...] = (), **options: Any) -> None:
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     alone, model = _build(name, **options), _build(name, **options)
@@ -105,6 +117,8 @@ def _train(name: str, codegen: str = "eager", plan: Any = "auto", sliced: tuple[
         assert held and all(param.to_local().numel() * 2 == param.numel() for param in held), part
     sums = _Sums()
     pipeline = dsgraph.default_pipeline() + dsgraph.graph_pass(phase="capture")(sums)
+    pipeline += dsgraph.graph_pass(phase="forward")(_forward_is_lowered)
+    pipeline += dsgraph.graph_pass(phase="backward")(_backward_is_lowered)
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen, "pipeline": pipeline})
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3) for each in (model, alone)]
     for step in range(2):

@@ -42,18 +42,21 @@ def test_passes_run_phase_by_phase_in_the_order_listed():
         "bucket_forward_gathers",
         "prefetch_forward_gathers",
         "await_copies",
+        "lower_forward_slices",
         "early",
         "release_kept_gather",
         "bucket_backward_gathers",
         "prefetch_backward_gathers",
         "bucket_reductions",
         "delay_reduction_waits",
+        "lower_backward_slices",
         "late",
     ]
     assert [item.name for item in pipeline.of(Phase.FORWARD)] == [
         "bucket_forward_gathers",
         "prefetch_forward_gathers",
         "await_copies",
+        "lower_forward_slices",
         "early",
     ]
 

@@ -1,0 +1,32 @@
+"""LowerForwardSlices and LowerBackwardSlices on graphs of a few calls."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsgraph.passes import AxisRole, MeshAxis
+from dsgraph.passes.parallel.lower_slices import LowerBackwardSlices, LowerForwardSlices
+from tests.passes.tracing import code, run_pass, trace
+
+_own = torch.ops.dsgraph
+SLICES = MeshAxis("tp", 8, "0", "nccl", AxisRole.TENSOR)
+
+
+def _layer(x: Tensor, own: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    entered = _own.enter_slices(x, group)
+    return _own.sum_slices(entered.sin(), group), _own.gather_slices(own, 1, 3, 8, group).cos()
+
+
+def test_slices_communicate_by_collectives_that_inductor_knows(fake_ranks):
+    group = dist.group.WORLD.group_name
+    values = torch.randn(3, 4), torch.randn(2, 6)
+    gm = trace(lambda x, own: _layer(x, own, group), *values)
+    expected = gm(*values)
+    assert run_pass(LowerForwardSlices(), gm, SLICES).changed == 3
+    assert "dsgraph" not in code(gm)
+    assert code(gm).count("_c10d_functional.all_reduce.") == code(gm).count("all_gather_into_tensor.") == 1
+    for mine, op in zip(gm(*values), expected, strict=True):
+        torch.testing.assert_close(mine, op, rtol=0, atol=0)
+    assert run_pass(LowerBackwardSlices(), gm, SLICES).changed == 0
