@@ -5,6 +5,7 @@ Importing this package registers the ops; `register_lowerings` registers the low
 """
 
 from .collectives.algorithms import (
+    COALESCING_BACKENDS,
     EXCHANGES,
     GATHERS,
     REDUCE_SCATTERS,
@@ -12,6 +13,7 @@ from .collectives.algorithms import (
     chunk_rows,
     pad_rows,
     start_gather_rows,
+    start_gathers_in_place,
     start_reducing,
     sum_over,
     usual_gather,
@@ -58,6 +60,7 @@ def register_lowerings() -> None:
 
 __all__ = [
     "AVERAGE",
+    "COALESCING_BACKENDS",
     "COMPRESSED",
     "REDUCTIONS",
     "one_group",
@@ -107,6 +110,7 @@ __all__ = [
     "sliced_embedding",
     "start_gather",
     "start_gather_rows",
+    "start_gathers_in_place",
     "start_reducing",
     "start_reduction",
     "sum_over",

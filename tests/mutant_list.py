@@ -1104,6 +1104,11 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("copies-gathered-one-by-one", "inductor_ext/collectives/algorithms.py", "wrong branch"),
+        *("start_gathers_in_place", "not in COALESCING_BACKENDS", "in (*COALESCING_BACKENDS, 'gloo')"),
+        killers=("tests/partitioning/test_gathered_copies.py",),
+    ),
+    Mutant(
         *("sliced-sums-stay-opaque", "passes/parallel/lower_slices.py", "missing entry"),
         *("LowerForwardSlices.run", "node.target in _LOWERED", "node.target is _own.gather_slices.default"),
         killers=("tests/passes/parallel/test_lower_slices.py",),

@@ -143,7 +143,7 @@ class InferenceEngine(ModelAttributes):
     def report(self) -> InferenceReport:
         """Return the compiles, calls and tokens per second so far, and how the weights are stored."""
         quantization = getattr(self.module, "quantization", None)
-        counts = {kind: copy.copy(of_kind) for kind, of_kind in self._graphs.counts.items()}
+        counts = self._graphs.counts()
         return InferenceReport(
             prompt=counts["prompt"],
             decode=counts["decode"],

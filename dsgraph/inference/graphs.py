@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +15,14 @@ from torch.fx import GraphModule
 
 from dsgraph.compat.compiled import allowing_recompiles, backend_named
 from dsgraph.compat.dynamo import not_capturable
+from dsgraph.utils.device_clock import Spans
 from dsgraph.utils.errors import InferenceError
 
 from .inference_report import Counts
 
 
 class Graphs:
-    """The compiled forwards of a model, one for each kind of call, with counts.
-
-    Attributes:
-        counts: Calls by kind: "encode", "prompt", "decode", "forward", and "uncompiled" for calls without a graph.
-    """
+    """The compiled forwards of a model, one for each kind of call, with counts."""
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         """Create the graphs; nothing is compiled yet.
@@ -41,11 +38,12 @@ class Graphs:
             **{"encode": self._encode, "prompt": self._prompt},
             **{"decode": self._decode, "forward": self._forward},
         }
-        self.counts = {kind: Counts() for kind in (*functions, "uncompiled")}
+        self._counts = {kind: Counts() for kind in (*functions, "uncompiled")}
+        self._spans = {kind: Spans(self._device) for kind in self._counts}
         self._functions = functions
         self._compiled: dict[str, Callable[..., Any]] = {
             kind: torch.compile(
-                function, backend=_Counting(self.counts[kind]), fullgraph=True, dynamic=False, options=dict(options)
+                function, backend=_Counting(self._counts[kind]), fullgraph=True, dynamic=False, options=dict(options)
             )
             for kind, function in functions.items()
         }
@@ -53,11 +51,20 @@ class Graphs:
         self._lock = threading.RLock()
         self._own = threading.local()
 
+    def counts(self) -> dict[str, Counts]:
+        """Return the calls by kind: "encode", "prompt", "decode", "forward"; "uncompiled" for calls without a graph.
+
+        Waits until a GPU has run them.
+        """
+        with self._lock:
+            seconds = {kind: spans.milliseconds() / 1000 for kind, spans in self._spans.items()}
+            return {kind: replace(counts, seconds=seconds[kind]) for kind, counts in self._counts.items()}
+
     def run(self, kind: str, *arguments: Any, tokens: int) -> Any:
         """Run the graph for these shapes, and compile it first if there is none. Threads run one graph at a time.
 
         Args:
-            kind: One of `counts`.
+            kind: A key of `counts()`.
             *arguments: Arguments of the method of that name.
             tokens: Number of tokens, for the tokens per second.
 
@@ -85,9 +92,9 @@ class Graphs:
             self._own.is_plain = False
 
     def _run(self, kind: str, *arguments: Any, tokens: int, **named: Any) -> Any:
-        counts = self.counts[kind]
+        counts, spans = self._counts[kind], self._spans[kind]
         compiled = counts.compiles
-        started = time.perf_counter()
+        began = spans.begin()
         try:
             with allowing_recompiles(), torch.no_grad():
                 found = self._compiled[kind](*arguments, **named)
@@ -96,12 +103,10 @@ class Graphs:
                 f"{type(self._model).__name__}: its forward cannot be captured as one graph "
                 f"({str(error).splitlines()[0]}): call engine.module, or the model without an engine"
             ) from error
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         counts.calls += 1
         if counts.compiles == compiled:
             counts.tokens += tokens
-            counts.seconds += time.perf_counter() - started
+            spans.end(began)
         return found
 
     def _encode(self, given: dict[str, Any]) -> Tensor:

@@ -10,13 +10,12 @@ from torch import Tensor
 from dsgraph.compat.autograd import keeping_version
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import (
-    GATHERS,
     Ranks,
     c10d_functional,
     chunk_rows,
     resolve_group,
+    start_gathers_in_place,
     sum_over,
-    usual_gather,
 )
 from dsgraph.ranks.model_operations import ModelOperations
 
@@ -131,8 +130,13 @@ def start_gathers(entries: list[ParameterState]) -> None:
     gathered_copies = tuple(entry.gathered_copy for entry in entries if entry.gathered_copy is not None)
     # Tensors that autograd saved from a gathered copy stay valid if the copy is only gathered once more.
     with torch.no_grad(), keeping_version(gathered_copies):
+        by_group: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for entry in entries:
-            _start_gather(entry)
+            whole, own = _whole_and_own(entry)
+            own[: entry.rows.shape[0]].copy_(entry.rows)  # so that the shard may be written to while they travel
+            by_group.setdefault(entry.spec.group, []).append((own, whole))
+        for group, pieces in by_group.items():
+            start_gathers_in_place(pieces, Ranks.of(group))
     for entry, gathered_copy in zip(entries, gathered_copies, strict=True):
         if entry.freshness is Freshness.STALE:
             torch.autograd.graph.increment_version(gathered_copy)
@@ -166,12 +170,3 @@ def _whole_and_own(entry: ParameterState) -> tuple[Tensor, Tensor]:
     rows = chunk_rows(spec.shape[0], group.size())
     whole = gathered_copy.detach().as_strided((rows * group.size(), *spec.shape[1:]), gathered_copy.stride())
     return whole, whole[group.rank() * rows :][:rows]
-
-
-def _start_gather(entry: ParameterState) -> None:
-    whole, own = _whole_and_own(entry)
-    group = resolve_group(entry.spec.group)
-    shard = entry.rows
-    own[: shard.shape[0]].copy_(shard)  # so that the shard may be written to while they travel
-    ranks = Ranks(entry.spec.group, group.size())
-    GATHERS[usual_gather(ranks, whole.device)](own, ranks, out=whole)

@@ -22,10 +22,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.compat import backend_name, c10d_functional, resolve_group
+from dsgraph.inductor_ext.compat import backend_name, c10d_functional, register_work, resolve_group
 
 from .gather_by_messages import start_gather
 from .messages import sends_messages
+
+# Backends that can start several collectives as one.
+COALESCING_BACKENDS = ("nccl", "fake")
+
+# Number of collectives that gather all tensors of a group.
+_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,29 @@ def usual_gather(ranks: Ranks, device: torch.device) -> str:
     """Return the kind of gather used by default, of which several may run at once: on gloo `gather_by_messages`."""
     is_gloo = backend_name(resolve_group(ranks.group), device.type) == "gloo"
     return "gather_by_messages" if is_gloo else "all_gather_into_tensor"
+
+
+def start_gathers_in_place(pieces: Sequence[tuple[Tensor, Tensor]], ranks: Ranks) -> None:
+    """Start to gather tensors of which this rank's rows lie in their places; `wait_tensor` of each waits for it.
+
+    A backend that can starts them as a few collectives, so that the first tensors arrive while others travel.
+
+    Args:
+        pieces: This rank's `[rows, ...]`, a part of the full tensor, and the full `[ranks.size * rows, ...]`.
+        ranks: The ranks that hold the rows.
+    """
+    group, device = resolve_group(ranks.group), pieces[0][0].device
+    if backend_name(group, device.type) not in COALESCING_BACKENDS:
+        start = GATHERS[usual_gather(ranks, device)]
+        for own, full in pieces:
+            start(own, ranks, out=full)
+        return
+    size = math.ceil(len(pieces) / _PARTS)
+    for first in range(0, len(pieces), size):
+        part = pieces[first : first + size]
+        work = group.allgather_into_tensor_coalesced([full for _, full in part], [own for own, _ in part])
+        for _, full in part:
+            register_work(full, work)
 
 
 def usual_reduce_scatter(ranks: Ranks, device: torch.device) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext import c10d_functional
+from dsgraph.inductor_ext import COALESCING_BACKENDS, c10d_functional
 from dsgraph.passes.compat import OpOverload
 
 from .graph import bound_arguments
@@ -157,7 +157,7 @@ TABLE = CollectiveTable(
         shares=lambda n: n * (n - 1),
         steps=_others,
         alone_on=("gloo",),  # which breaks then, see `gather_by_messages`
-        coalesces_on=("nccl", "fake"),
+        coalesces_on=COALESCING_BACKENDS,
         start=lambda rows, ranks, group: _c10d.all_gather_into_tensor(rows, ranks, group),
     ),
     Collective(
@@ -187,7 +187,7 @@ TABLE = CollectiveTable(
         shares=lambda n: n * (n - 1),
         steps=_others,
         counts_result=True,
-        coalesces_on=("nccl", "fake"),
+        coalesces_on=COALESCING_BACKENDS,
         start=lambda whole, ranks, group: _c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
     ),
     Collective(
