@@ -1104,6 +1104,11 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("other-results-are-sent", "passes/parallel/stage_graphs.py", "wrong branch"),
+        *("return_only", "and not node.users", "and node.users"),
+        killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
+    Mutant(
         *("copies-gathered-one-by-one", "inductor_ext/collectives/algorithms.py", "wrong branch"),
         *("start_gathers_in_place", "not in COALESCING_BACKENDS", "in (*COALESCING_BACKENDS, 'gloo')"),
         killers=("tests/partitioning/test_gathered_copies.py",),

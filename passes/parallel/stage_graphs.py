@@ -36,6 +36,17 @@ class StageGraph:
     parameters: tuple[str, ...]
 
 
+def return_only(gm: GraphModule, result: Node) -> None:
+    """Let a graph return one result, and gather no slices of the others, such as logits and a cache.
+
+    No stage then sends them to the last one.
+    """
+    gm.graph.output_node().args = ((result,),)
+    gathers = (torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.gather_slices.default)
+    for node in [node for node in gm.graph.nodes if node.target in gathers and not node.users]:
+        gm.graph.erase_node(node)
+
+
 def stage_graphs(
     gm: GraphModule,
     plan: StagePlan,
@@ -108,8 +119,7 @@ def _stage_graph(
         setattr(root, str(source.target), getattr(gm, str(source.target)))
         copies[source] = graph.get_attr(str(source.target))
     for node in nodes:
-        if not _gathers_for_nobody(node, sent):
-            copies[node] = graph.node_copy(node, lambda source: copies[source])
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in sent))
     graph.lint()
     return StageGraph(
@@ -119,12 +129,6 @@ def _stage_graph(
         tuple(source.name for source in roots),
         tuple(state[source.name][0] for source in read if source.name in state),
     )
-
-
-def _gathers_for_nobody(node: Node, sent: Sequence[Node]) -> bool:
-    """Return whether a node gathers slices of an output besides the model's result, such as logits."""
-    is_gather = node.target in (torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.gather_slices.default)
-    return is_gather and node not in sent and all(user.op == "output" for user in node.users)
 
 
 def put(root: nn.Module, name: str, tensor: Tensor) -> None:

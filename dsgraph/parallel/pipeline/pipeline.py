@@ -18,7 +18,7 @@ from dsgraph.compiler.options import parse_options
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.passes import CostModel
 from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
-from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
+from dsgraph.passes.parallel.stage_graphs import StageGraph, return_only, stage_graphs
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches
 from dsgraph.ranks.mesh import axis_group, mesh_axes, mesh_ranks
@@ -109,12 +109,14 @@ def pipeline(
     costs = _costs(agreement, mesh)
     captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
+    result = _result(captured, loss_fn is None)
+    return_only(captured.graph_module, result)
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
     plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
     graphs = stage_graphs(
         *(captured.graph_module, plan),
         state=captured.state,
-        results=[_result(captured, loss_fn is None)],
+        results=[result],
         repeated=captured.repeated,
     )
     agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.parallel.split_stages import SplitStages
-from dsgraph.passes.parallel.stage_graphs import stage_graphs
+from dsgraph.passes.parallel.stage_graphs import return_only, stage_graphs
 from examples.gpt import GPT, GPTConfig
+from tests.passes.tracing import trace
 
 CPU = torch.device("cpu")
 
@@ -172,3 +173,15 @@ def test_masks_are_computed_on_each_stage_and_no_cut_lies_in_a_mode():
         modes <= {str(getattr(node.target, "__name__", "")) for node in stage.module.graph.nodes}
         for stage in graphs[:2]
     )
+
+
+def test_other_results_are_not_gathered_nor_sent():
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        cache = torch.ops.dsgraph.gather_slices(x.sin(), 0, 1, 2, "tp")
+        return x.cos().sum(), cache
+
+    gm = trace(run, torch.randn(4, 4))
+    (loss, _) = gm.graph.output_node().all_input_nodes
+    return_only(gm, loss)
+    assert gm.graph.output_node().all_input_nodes == [loss]
+    assert "gather_slices" not in str(gm.graph)
