@@ -1262,6 +1262,29 @@ PARALLEL = (
     ),
 )
 
+CONTRACTS = (
+    Mutant(
+        *("counts-copied-to-the-device", "inductor_ext/quant/signs.py", "wait for the device"),
+        *("launch_pack", "torch.arange(rows, device=x.device)", "torch.tensor(range(rows), device=x.device)"),
+        killers=("tests/contracts/test_ops_do_not_wait.py",),
+    ),
+    Mutant(
+        *("fake-result-on-the-cpu", "inductor_ext/collectives/compressed_reduction.py", "wrong device"),
+        *("_fake_average", "received.new_empty(", "torch.empty("),
+        killers=("tests/contracts/test_fake_ops.py",),
+    ),
+    Mutant(
+        *("device-without-a-number", "passes/parallel/slice_tensors.py", "wrong device"),
+        *("_Rewriting._draw", "device=value.device)", "device=value.device.type)"),
+        killers=("tests/contracts/test_device_index.py",),
+    ),
+    Mutant(
+        *("engine-leaves-batches-on-the-cpu", "dsgraph/engine/micro_batches.py", "missing step"),
+        *("MicroBatches.forward", "move_inputs((args, kwargs), self._device)", "(args, kwargs)"),
+        killers=("tests/engine/test_micro_batches.py",),
+    ),
+)
+
 MUTANTS = (
     *KERNELS,
     *SUBSTITUTION,
@@ -1277,4 +1300,5 @@ MUTANTS = (
     *ENGINE,
     *MEMORY,
     *PARALLEL,
+    *CONTRACTS,
 )
