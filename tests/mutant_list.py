@@ -1283,6 +1283,16 @@ CONTRACTS = (
         *("MicroBatches.forward", "move_inputs((args, kwargs), self._device)", "(args, kwargs)"),
         killers=("tests/engine/test_micro_batches.py",),
     ),
+    Mutant(
+        *("norm-read-twice", "dsgraph/optim/gradient_norm.py", "wait for the device"),
+        *("LocalGradients.norm", "float(squares)", "float(squares) if squares > 0 else 0.0"),
+        killers=("tests/contracts/test_host_waits.py",),
+    ),
+    Mutant(
+        *("each-read-gathers-all-suspects", "dsgraph/partitioning/gathered_copies.py", "missing check"),
+        *("GatheredCopies._needs_gather", "and is_read", ""),
+        killers=("tests/contracts/test_eager_collectives.py",),
+    ),
 )
 
 MUTANTS = (
