@@ -1293,6 +1293,16 @@ CONTRACTS = (
         *("GatheredCopies._needs_gather", "and is_read", ""),
         killers=("tests/contracts/test_eager_collectives.py",),
     ),
+    Mutant(
+        *("messages-on-any-backend", "inductor_ext/collectives/algorithms.py", "missing check"),
+        *("usual_exchange", "sends_messages(resolve_group(ranks.group), device)", "True"),
+        killers=("tests/contracts/test_lowered_for_nccl.py",),
+    ),
+    Mutant(
+        *("fake-weights-of-counted-elements", "inductor_ext/quant/fake_quantize.py", "wait for the device"),
+        *("reference", "rows.abs().amax(1, keepdim=True)", "rows[rows != 0].abs().amax()"),
+        killers=("tests/contracts/test_lowered_for_nccl.py",),
+    ),
 )
 
 MUTANTS = (
