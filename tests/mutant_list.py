@@ -1294,6 +1294,16 @@ CONTRACTS = (
         killers=("tests/contracts/test_eager_collectives.py",),
     ),
     Mutant(
+        *("generator-given-to-the-random-op", "passes/ir/random_calls.py", "missing check"),
+        *("random_call", 'if key != "rng_state"', ""),
+        killers=("tests/contracts/test_graph_safe_generators.py",),
+    ),
+    Mutant(
+        *("code-without-waits", "inductor_ext/compat.py", "missing step"),
+        *("lower_as_wait", "ir._WaitKernel.create_wait(op, given)", "pass"),
+        killers=("tests/contracts/test_inductor_order.py",),
+    ),
+    Mutant(
         *("messages-on-any-backend", "inductor_ext/collectives/algorithms.py", "missing check"),
         *("usual_exchange", "sends_messages(resolve_group(ranks.group), device)", "True"),
         killers=("tests/contracts/test_lowered_for_nccl.py",),
