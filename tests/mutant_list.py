@@ -1304,8 +1304,8 @@ CONTRACTS = (
         killers=("tests/contracts/test_inductor_order.py",),
     ),
     Mutant(
-        *("messages-on-any-backend", "inductor_ext/collectives/algorithms.py", "missing check"),
-        *("usual_exchange", "sends_messages(resolve_group(ranks.group), device)", "True"),
+        *("messages-on-any-backend", "passes/zero/choose_collective_algorithms.py", "missing check"),
+        *("_on_gloo", 'if axis.backend == "gloo"', ""),
         killers=("tests/contracts/test_lowered_for_nccl.py",),
     ),
     Mutant(
