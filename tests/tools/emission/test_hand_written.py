@@ -85,9 +85,7 @@ LAUNCHES: dict[tuple[str, str], list[tuple[dict[str, Any], int]]] = {
     ("signs", "unpack_kernel"): [({"result_ptr": "*fp32", "BLOCK": 1024}, 4)],
 }
 SPILLS = {
-    **{
-        ("skinny_groups", "fp32", arch): 424 for arch in ARCHS
-    },  # of 16 rows
+    **{("skinny_groups", "fp32", arch): 424 for arch in ARCHS},  # of 16 rows
     **{("skinny_linear", "fp32", arch): 284 for arch in ARCHS},
     **{("layer_norm", dtype, "sm_100"): 12 for dtype in ("bf16", "fp16")},
 }
