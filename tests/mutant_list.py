@@ -465,7 +465,7 @@ STEP = (
     ),
     Mutant(
         *("gathers-old-rows", "dsgraph/partitioning/gathered_copies.py", "stale gathered copy"),
-        *("_start_gather", "copy_(shard", "add_(0"),
+        *("start_gathers", "copy_(entry.rows", "add_(0"),
         killers=("tests/distributed/test_modules.py",),
     ),
 )
@@ -1111,7 +1111,7 @@ PARALLEL = (
     Mutant(
         *("copies-gathered-one-by-one", "inductor_ext/collectives/algorithms.py", "wrong branch"),
         *("start_gathers_in_place", "not in COALESCING_BACKENDS", "in (*COALESCING_BACKENDS, 'gloo')"),
-        killers=("tests/partitioning/test_gathered_copies.py",),
+        killers=("tests/contracts/test_eager_collectives.py",),
     ),
     Mutant(
         *("sliced-sums-stay-opaque", "passes/parallel/lower_slices.py", "missing entry"),
@@ -1282,6 +1282,59 @@ PARALLEL = (
     ),
 )
 
+CONTRACTS = (
+    Mutant(
+        *("counts-copied-to-the-device", "inductor_ext/quant/signs.py", "wait for the device"),
+        *("launch_pack", "torch.arange(rows, device=x.device)", "torch.tensor(range(rows), device=x.device)"),
+        killers=("tests/contracts/test_ops_do_not_wait.py",),
+    ),
+    Mutant(
+        *("fake-result-on-the-cpu", "inductor_ext/collectives/compressed_reduction.py", "wrong device"),
+        *("_fake_average", "received.new_empty(", "torch.empty("),
+        killers=("tests/contracts/test_fake_ops.py",),
+    ),
+    Mutant(
+        *("device-without-a-number", "passes/parallel/slice_tensors.py", "wrong device"),
+        *("_Rewriting._draw", "device=value.device)", "device=value.device.type)"),
+        killers=("tests/contracts/test_device_index.py",),
+    ),
+    Mutant(
+        *("engine-leaves-batches-on-the-cpu", "dsgraph/engine/micro_batches.py", "missing step"),
+        *("MicroBatches.forward", "move_inputs((args, kwargs), self._device)", "(args, kwargs)"),
+        killers=("tests/engine/test_micro_batches.py",),
+    ),
+    Mutant(
+        *("norm-read-twice", "dsgraph/optim/gradient_norm.py", "wait for the device"),
+        *("LocalGradients.norm", "float(squares)", "float(squares) if squares > 0 else 0.0"),
+        killers=("tests/contracts/test_host_waits.py",),
+    ),
+    Mutant(
+        *("each-read-gathers-all-suspects", "dsgraph/partitioning/gathered_copies.py", "missing check"),
+        *("GatheredCopies._needs_gather", "and is_read", ""),
+        killers=("tests/contracts/test_eager_collectives.py",),
+    ),
+    Mutant(
+        *("generator-given-to-the-random-op", "passes/ir/random_calls.py", "missing check"),
+        *("random_call", 'if key != "rng_state"', ""),
+        killers=("tests/contracts/test_graph_safe_generators.py",),
+    ),
+    Mutant(
+        *("code-without-waits", "inductor_ext/compat.py", "missing step"),
+        *("lower_as_wait", "ir._WaitKernel.create_wait(op, given)", "pass"),
+        killers=("tests/contracts/test_inductor_order.py",),
+    ),
+    Mutant(
+        *("messages-on-any-backend", "passes/zero/choose_collective_algorithms.py", "missing check"),
+        *("_on_gloo", 'if axis.backend == "gloo"', ""),
+        killers=("tests/contracts/test_lowered_for_nccl.py",),
+    ),
+    Mutant(
+        *("fake-weights-of-counted-elements", "inductor_ext/quant/fake_quantize.py", "wait for the device"),
+        *("reference", "rows.abs().amax(1, keepdim=True)", "rows[rows != 0].abs().amax()"),
+        killers=("tests/contracts/test_lowered_for_nccl.py",),
+    ),
+)
+
 MUTANTS = (
     *KERNELS,
     *SUBSTITUTION,
@@ -1297,4 +1350,5 @@ MUTANTS = (
     *ENGINE,
     *MEMORY,
     *PARALLEL,
+    *CONTRACTS,
 )

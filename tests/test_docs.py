@@ -14,6 +14,7 @@ import dsgraph
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.passes.kernels.registry import KERNELS
 from dsgraph.passes.parallel.lower_slices import LowerForwardSlices
+from tests.doc_blocks import blocks_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "trials" / "README.md"])
@@ -154,6 +155,21 @@ def _exception_classes() -> list[str]:
         and not node.name.startswith("_")
         and any(isinstance(base, ast.Name) and base.id.endswith(("Error", "Exception")) for base in node.bases)
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_script_for_nccl_chooses_its_device(page):
+    """Without it every rank takes the first GPU, and a model on the CPU has no NCCL; a page may link to the lines."""
+    text = page.read_text()
+    shown = [block.code for block in blocks_of(text) if block.kind == "python" and not block.hidden]
+    explained = "gpus.md#a-script-on-gpus" in text or ("set_device(" in text and ".cuda()" in text)
+    assert explained or not [code for code in shown if '"nccl"' in code]
+
+
+def test_the_script_on_gpus_chooses_its_device_and_moves_the_model():
+    _, _, section = _page("gpus").partition("## A script on GPUs")
+    (script, *_) = [block.code for block in blocks_of(section)]
+    assert script.index("set_device(") < script.index('init_process_group("nccl")') < script.index(".cuda()")
 
 
 def test_readme_is_one_page():

@@ -29,6 +29,12 @@ def unflatten_tree(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def scale_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply tensors in place, on a GPU in a few kernels."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return True for a tensor without values, as while torch traces."""
     return isinstance(tensor, torch._subclasses.FakeTensor)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from dsgraph.compat.tensors import scale_all
 from dsgraph.inductor_ext import Ranks, sum_over
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.state import PartitionState
@@ -85,9 +86,9 @@ class LocalGradients:
         factor = 1 / scale
         if max_norm and norm > max_norm:
             factor *= max_norm / (norm + 1e-6)
-        if factor != 1 and self.parts:
+        if factor != 1:
             with torch.no_grad():
-                torch._foreach_mul_([part.grad for part in self.parts], factor)
+                scale_all([part.grad for part in self.parts], factor)
         return norm
 
 

@@ -109,8 +109,7 @@ def pipeline(
     costs = _costs(agreement, mesh)
     captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
-    result = _result(captured, loss_fn is None)
-    return_only(captured.graph_module, result)
+    return_only(captured.graph_module, result := _result(captured, loss_fn is None))
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
     plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
     graphs = stage_graphs(

@@ -1,0 +1,75 @@
+"""The number of collectives that a step starts outside graphs, whatever a script does with gradients.
+
+Each is a launch of NCCL and Python on the host, while the device has nothing to do. A copy is suspect while its
+parameter has a gradient (an optimizer may write through `.data`), so each forward gathers all copies once, in three
+collectives. Uncompiled code reads copies one by one, and gathers those that are still suspect alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dsgraph
+
+PARAMETERS = 12
+ALL = 3
+"""Collectives that gather all copies."""
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo run what it has compiled: under another mode it runs the model uncompiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "c10d") and "wait" not in func.__name__:
+            self.count[func.__name__.partition(".")[0].removesuffix("_out")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Compiled, zero_grad(set_to_none=...), backwards of a step -> the most gathers.
+MOST: dict[tuple[bool, bool, int], int] = {
+    (False, True, 1): ALL,
+    (False, True, 2): ALL + PARAMETERS,
+    (False, False, 1): ALL + PARAMETERS - 1,
+    (False, False, 2): ALL + 2 * PARAMETERS - 1,
+    (True, True, 1): ALL,
+    (True, False, 2): 2 * ALL,
+}
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("compiled", "to_none", "backwards"), MOST)
+def test_gathers_of_a_step_grow_with_the_parameters_alone(compiled, to_none, backwards, stage):
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(PARAMETERS)))
+    model = dsgraph.partition(net, stage=stage, keep_whole_below=0)
+    runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager"}) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x = torch.ones(2, 8)
+
+    def step() -> None:
+        for _ in range(backwards):
+            runs(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+
+    for _ in range(3):
+        step()
+    with _Collectives() as found:
+        step()
+    assert 0 < found.count["allgather_into_tensor_coalesced_"] <= MOST[compiled, to_none, backwards], found.count
+    assert sum(count for name, count in found.count.items() if "reduce" in name) <= backwards * PARAMETERS, found.count
