@@ -200,8 +200,13 @@ ZERO = (
 OVERLAP = (
     Mutant(
         *("bucket-over-its-bound", "passes/overlap/buckets.py", "missing bound"),
-        *("_may_join", "together) >", "bucket) >"),
+        *("_may_join", "in together), _least_bytes", "in bucket), _least_bytes"),
         killers=(f"{_OVERLAP}/test_bucket_gathers.py", f"{_OVERLAP}/test_bucket_reductions.py"),
+    ),
+    Mutant(
+        *("bucket-grows-without-memory", "passes/overlap/buckets.py", "missing check"),
+        *("_least_bytes", "0 if ctx.budget.to_keep == 0 else", ""),
+        killers=(f"{_OVERLAP}/test_bucket_gathers.py",),
     ),
     Mutant(
         *("bucket-of-unlike-members", "passes/overlap/buckets.py", "missing check"),
@@ -643,6 +648,16 @@ COMPILER = (
         *("sum-added-where-the-shard-is-read", "dsgraph/compiler/captured_sums.py", "missing check"),
         *("_readers", "):\n            return []", "):\n            continue"),
         killers=("tests/distributed/test_last_micro_batch.py",),
+    ),
+    Mutant(
+        *("gpu-by-a-part-of-its-name", "passes/analysis/hardware.py", "missing check"),
+        *("product_of", "re.escape(name)", "re.escape(name[:3])"),
+        killers=(f"{_ANALYSIS}/test_cost.py",),
+    ),
+    Mutant(
+        *("trees-measured-as-rings", "dsgraph/compiler/costs/agreed.py", "wrong scale"),
+        *("KnownCosts._links", "measured.ranks, trees=table.trees", "measured.ranks"),
+        killers=("tests/compiler/costs/test_agreed.py",),
     ),
     Mutant(
         *("spare-without-activations", "dsgraph/compiler/memory_limit/spare_memory.py", "missing term"),

@@ -32,7 +32,7 @@ class BackendOptions(BaseModel):
         pipeline: A `Pipeline`, or a list of passes and of names of built-in passes. None: `default_pipeline()`. Other
             options set their passes in it, and add optional passes such as `OffloadActivations`.
         gather_bucket_bytes: The most bytes of gathered parameters in one bucket, see `BucketForwardGathers`. None: the
-            default of the passes.
+            default of the passes, see `Bucketing`.
         reduce_bucket_bytes: The most bytes of gradients in one bucket, see `BucketReductions`. None: the default of the
             passes.
         overlap_comm: Start gathers before they are needed and wait for reductions after other work, see

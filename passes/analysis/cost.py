@@ -31,7 +31,7 @@ from dsgraph.passes.ir.graph import aliased_arguments, mutates_arguments
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.regions import body_called, is_region_call
 
-from .hardware import DEVICES, TIERS, Device, Link, LinkTable, default_links
+from .hardware import TIERS, Device, Link, LinkTable, default_links, device_and_tiers
 from .sizes import Size, expression_of, number_of, size_hints, tensor_bytes
 
 aten = torch.ops.aten
@@ -171,13 +171,18 @@ class CostModel:
     tiers: Mapping[str, Link] = field(default_factory=lambda: TIERS["cpu"])
 
     @staticmethod
-    def default(axes: Sequence[MeshAxis] = (), *, device_type: str = "cpu") -> CostModel:
-        """Return a model with the values of `DEVICES` and `LINKS`.
+    def default(axes: Sequence[MeshAxis] = (), *, device_type: str = "cpu", device_name: str = "") -> CostModel:
+        """Return a model with documented values: of `PRODUCTS`, else of `DEVICES`; and of `LINKS`.
 
         Those of "cuda" are used for every accelerator that is not listed.
+
+        Args:
+            axes: The mesh axes.
+            device_type: "cpu", "cuda", ...
+            device_name: The name that the device reports, equal on all ranks; empty if unknown.
         """
         links = {axis.group: default_links(axis.backend, device_type=device_type) for axis in axes}
-        device, tiers = DEVICES.get(device_type, DEVICES["cuda"]), TIERS.get(device_type, TIERS["cuda"])
+        device, tiers = device_and_tiers(device_type, name=device_name)
         return CostModel(device, tuple(axes), MappingProxyType(links), tiers)
 
     def seconds(self, node: Node) -> float | None:
@@ -226,10 +231,11 @@ class CostModel:
         """
         links = self.links.get(group)
         sizes = [axis.size for axis in self.axes if axis.group == group]
-        steps = collective_steps(kind, sizes[0]) if sizes else None
-        if links is None or steps is None:
+        if links is None or not sizes:
             return None
-        link = links.of(kind)
+        link, steps = links.of(kind), collective_steps(kind, sizes[0], trees=links.trees)
+        if steps is None:
+            return None
         return steps * link.latency_s + sent / link.bytes_per_s
 
     def _transfer_seconds(self, node: Node) -> float | None:

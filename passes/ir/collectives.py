@@ -61,6 +61,7 @@ class Collective:
         shares: Given n ranks, how many n-ths of the counted bytes each sends: the least that any algorithm must send;
             if ranks differ, the mean. None if unknown.
         steps: Given n ranks, the number of sequential transfers until the last rank has everything.
+        tree_steps: The same on a backend that runs it over trees; None if no backend does.
         counts_result: True if the result's bytes are counted, otherwise the first argument's.
         counted: Given a node, the tensors that are counted, if they are neither.
         is_read_until_wait: True if its input may be written to only after the wait; otherwise when the start returns.
@@ -77,6 +78,7 @@ class Collective:
     other_forms: tuple[OpOverload, ...] = ()
     shares: Callable[[int], int] | None = None
     steps: Callable[[int], int] | None = None
+    tree_steps: Callable[[int], int] | None = None
     counts_result: bool = False
     counted: Callable[[Node], list[Any]] | None = None
     is_read_until_wait: bool = True
@@ -148,6 +150,7 @@ _c10d, _own = c10d_functional, torch.ops.dsgraph
 
 # Steps: rings for gathers and reductions, exchanges in pairs for all-to-all, binomial trees for broadcasts. See Thakur,
 # Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005. Messages go all at once.
+# NCCL's all-reduce: two binary trees, up and down. See Sanders, Speck, Traeff: Two-Tree Algorithms, 2009.
 TABLE = CollectiveTable(
     Collective(
         _c10d.all_gather_into_tensor.default,
@@ -209,6 +212,7 @@ TABLE = CollectiveTable(
         ),
         shares=lambda n: 2 * (n - 1),
         steps=lambda n: 2 * (n - 1),
+        tree_steps=lambda n: 2 * _tree_depth(n),
         is_read_until_wait=False,  # it works on a copy
         start=lambda whole, ranks, group: _c10d.all_reduce(whole, "sum", group),
     ),
@@ -272,14 +276,14 @@ def collective_kind(node: Node) -> str:
     return found.kind
 
 
-def collective_steps(kind: str, ranks: int) -> int | None:
-    """Return the number of sequential transfers of a kind of collective over `ranks` ranks.
+def collective_steps(kind: str, ranks: int, *, trees: bool = False) -> int | None:
+    """Return the number of sequential transfers of a kind of collective over `ranks` ranks; None for an unknown kind.
 
-    Returns:
-        None for a kind that is not known.
+    With `trees`, the backend runs kinds that have `tree_steps` over trees.
     """
     found = TABLE.by_kind.get(kind)
-    return None if found is None or found.steps is None else found.steps(ranks)
+    steps = None if found is None else (trees and found.tree_steps) or found.steps
+    return None if steps is None else steps(ranks)
 
 
 def collective_group(node: Node) -> str:

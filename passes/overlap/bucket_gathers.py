@@ -36,8 +36,8 @@ class BucketForwardGathers(Bucketing):
     `gather_by_messages`), backends that may not start several at once; nothing moves across a barrier (an op that
     writes to an argument, or an unknown one).
 
-    A bucket holds at most `bucket_bytes` of gathered parameters, and grows while a latency is at least `latency_share`
-    of its transfer time.
+    A bucket holds at most `bucket_bytes` of gathered parameters. It grows while a latency is at least `latency_share`
+    of its transfer time, and on NCCL while a rank's part of it is small.
     """
 
     phase: ClassVar[Phase] = Phase.FORWARD

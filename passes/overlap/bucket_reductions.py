@@ -36,8 +36,8 @@ class BucketReductions(Bucketing):
     computes with or communicates again, as in hybrid sharding, unless it is the last of its bucket; backends that may
     not start several at once. Nothing moves across a barrier (an op that writes to an argument, or an unknown one).
 
-    A bucket holds at most `bucket_bytes` of gradients, and grows while a latency is at least `latency_share` of its
-    transfer time.
+    A bucket holds at most `bucket_bytes` of gradients. It grows while a latency is at least `latency_share` of its
+    transfer time, and on NCCL while a rank's part of it is small.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD

@@ -2,7 +2,10 @@
 
 A bucket starts once and pays the latency of one collective, and its members arrive together. So a collective joins its
 neighbours while a latency is at least a share of the transfer time of the bucket, including it: small tensors are sent
-together, large ones alone. All numbers here are equal on all ranks: sizes of parameters and links' latencies and rates.
+together, large ones alone. On NCCL collectives also join while a rank's part of the bucket is below 4 MiB: NCCL divides
+it among its channels, and with too little for each no link reaches its rate, which the cost model does not know.
+
+All numbers here are equal on all ranks: sizes of parameters, links' latencies and rates, and the memory to spare.
 Predicted times of computation are not, and ranks with different buckets would wait for each other for ever.
 """
 
@@ -21,7 +24,11 @@ from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.core.notes import described
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, collective_of
 from dsgraph.passes.ir.graph import bound_arguments, fake_value
+from dsgraph.passes.ir.mesh_axis import MeshAxis
 from dsgraph.passes.ir.save_plan import chosen
+
+_DEFAULT_BYTES = 25 * 2**20
+_LEAST_PART = 4 * 2**20  # bytes of a rank: 8 channels of NCCL with a chunk of 512 KiB each, its default
 
 Obstacle = Callable[[Sequence[Node], Node], "str | None"]
 """Returns why a collective must not join a bucket, or None."""
@@ -33,11 +40,12 @@ class Bucketing(GraphPass):
 
     Attributes:
         bucket_bytes: The most bytes of full tensors (gathered parameters, full gradients) in a bucket. A larger tensor
-            is sent alone.
+            is sent alone. None: 25 MiB, and on NCCL 4 MiB for each rank of the group, if that is more and a step leaves
+            memory to spare.
         latency_share: A bucket grows while a latency is at least this share of its transfer time.
     """
 
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int | None = None
     latency_share: float = 0.25
 
     needs_mesh: ClassVar[bool] = True
@@ -60,6 +68,11 @@ class _Member:
     alike: Hashable
     bytes: int
     sent: int
+
+
+def least_bytes(axis: MeshAxis) -> int:
+    """Return the bytes of full tensors below which a bucket is too small for the link of its group; 0 if none is."""
+    return _LEAST_PART * axis.size if axis.backend == "nccl" else 0
 
 
 def fill(
@@ -107,11 +120,20 @@ def _grow(
 
 def _may_join(bucket: Sequence[_Member], member: _Member, ctx: PassContext, limits: Bucketing) -> bool:
     together = (*bucket, member)
-    if member.alike != bucket[0].alike or sum(one.bytes for one in together) > limits.bucket_bytes:
+    size, least = sum(one.bytes for one in together), _least_bytes(member.node, ctx)
+    most = max(_DEFAULT_BYTES, least) if limits.bucket_bytes is None else limits.bucket_bytes
+    if member.alike != bucket[0].alike or size > most:
         return False
+    if size <= least:
+        return True
     latency = _seconds(member.node, 0, ctx)
     travelling = _seconds(member.node, sum(one.sent for one in together), ctx) - latency
     return latency > 0 and latency >= limits.latency_share * travelling
+
+
+def _least_bytes(node: Node, ctx: PassContext) -> int:
+    """Return `least_bytes` of a collective's group; 0 if the step leaves no memory to spare, see `spare_bytes`."""
+    return 0 if ctx.budget.to_keep == 0 else least_bytes(ctx.axis(collective_group(node)))
 
 
 def _member(node: Node, ctx: PassContext) -> _Member | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.passes import CostModel, MeshAxis
-from dsgraph.passes.analysis.hardware import TIERS, Device, Link, LinkTable, default_links
+from dsgraph.passes.analysis.hardware import Device, Link, LinkTable, default_links, device_and_tiers, product_of
 from dsgraph.passes.ir.collectives import collective_steps
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import mesh_axes
@@ -34,11 +34,15 @@ class KnownCosts:
         calibration: Of the first rank's host and device; None when there is none.
         threads: Number of threads on which the first rank computes on a CPU.
         hosts: Rank -> host. Ranks that do not exist have none.
+        device_type: Of the mesh.
+        device: Name of the first rank's device.
     """
 
     calibration: CalibrationRecord | None
     threads: int
     hosts: Mapping[int, str]
+    device_type: str
+    device: str
 
     @staticmethod
     def of(agreement: Agreement, device_type: str) -> KnownCosts:
@@ -50,9 +54,9 @@ class KnownCosts:
             RanksDisagreeError: A rank did not arrive in time.
         """
         leader = agreement.ranks[0]
-        mine = {"host": host_name(), "threads": torch.get_num_threads(), "calibration": None}
+        mine = {"host": host_name(), "threads": torch.get_num_threads(), "calibration": None, "device": ""}
         if dist.get_rank() == leader:
-            mine["calibration"] = _own_calibration(device_type)
+            mine["calibration"], mine["device"] = _own_calibration(device_type), device_name(device_type)
         texts = agreement.exchange("where they run", json.dumps(mine))
         said = {rank: json.loads(text) for rank, text in texts.items()}
         found = said[leader]["calibration"]
@@ -60,34 +64,45 @@ class KnownCosts:
             calibration=None if found is None else from_text(found),
             threads=said[leader]["threads"],
             hosts=MappingProxyType({rank: each["host"] for rank, each in said.items()}),
+            device_type=device_type,
+            device=said[leader]["device"],
         )
 
-    def model(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> CostModel | None:
+    def model(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> CostModel:
         """Return the cost model for a mesh: measurements of the first rank's device and groups, else defaults.
 
         Args:
             mesh: The mesh.
             axes: Those of its axes that a graph uses.
-
-        Returns:
-            None where there is no calibration.
         """
         record = self.calibration
         if record is None:
-            return None
+            return CostModel.default(axes, device_type=self.device_type, device_name=self.device)
         links = {axis.group: self._links(record, mesh, axis) for axis in axes}
-        tiers = TIERS.get(record.device_type, TIERS["cuda"])
-        return CostModel(self._device(record), tuple(axes), MappingProxyType(links), tiers)
+        _, tiers = device_and_tiers(self.device_type, name=self.device)
+        measured = {each.tier: Link(each.latency_s, each.bytes_per_s) for each in record.tiers}
+        known = MappingProxyType({**tiers, **measured})
+        return CostModel(self._device(record), tuple(axes), MappingProxyType(links), known)
 
     def describe(self, mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> str:
         """Return one line that says if costs are measured, where and when, and names the axes whose links are not."""
         record = self.calibration
         if record is None:
             host = next(iter(self.hosts.values()))
-            return f"{DEFAULTS}: {host} has no calibration (dsgraph calibrate makes one)"
+            return f"{DEFAULTS}{self._product()}: {host} has no calibration (dsgraph calibrate makes one)"
         line = f"measured on {record.host} ({record.device}), {record.time}"
         unknown = [axis.name for axis in axes if not self._measured(record, mesh, axis)]
-        return line + (f"; links of {', '.join(unknown)} by default" if unknown else "")
+        by_default = [f"links of {', '.join(unknown)}"] if unknown else []
+        if self.device_type == "cuda" and not record.tiers:
+            by_default.append("link to the host")
+        return line + (f"; {' and '.join(by_default)} by default" if by_default else "")
+
+    def _product(self) -> str:
+        """Return the device whose data sheet is used, as a part of a sentence; empty on a CPU."""
+        if self.device_type == "cpu":
+            return ""
+        product = product_of(self.device)
+        return f" for {product}" if product else f" for an A100-class GPU, as {self.device!r} is not known"
 
     def _device(self, record: CalibrationRecord) -> Device:
         # A CPU's matrix products take as many times less as there are more threads; memory does not.
@@ -98,13 +113,13 @@ class KnownCosts:
         return Device(usual, record.bytes_per_s, record.kernel_s, others)
 
     def _links(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> LinkTable:
-        table = default_links(axis.backend, device_type=record.device_type)
+        table = default_links(axis.backend, device_type=self.device_type)
         kinds = dict(table.kinds)
         for measured in self._measured(record, mesh, axis):
-            steps = collective_steps(measured.kind, measured.ranks)
+            steps = collective_steps(measured.kind, measured.ranks, trees=table.trees)
             if steps:
                 kinds[measured.kind] = Link(measured.latency_s / steps, measured.bytes_per_s)
-        return LinkTable(table.usual, tuple(sorted(kinds.items())))
+        return LinkTable(table.usual, tuple(sorted(kinds.items())), table.trees)
 
     def _measured(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> list[LinkRecord]:
         """Return the measurements of the groups most like the axis's: same backend, spread alike, nearest in size."""

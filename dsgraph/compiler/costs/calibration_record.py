@@ -45,6 +45,23 @@ class LinkRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TierRecord:
+    """The speed of the link to a tier of offloaded tensors: n bytes take `latency_s + n / bytes_per_s`, each way.
+
+    Attributes:
+        tier: "host".
+        latency_s: Seconds that a transfer of no bytes takes.
+        bytes_per_s: Bytes a second, of the slower direction.
+        error: Median relative deviation of the measured seconds from that line.
+    """
+
+    tier: str
+    latency_s: float
+    bytes_per_s: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrationRecord:
     """The measured speed of one kind of device on one host, and of the links between such devices.
 
@@ -62,6 +79,7 @@ class CalibrationRecord:
         bytes_per_s: Bytes a second that a large copy reads and writes.
         kernel_s: Seconds of a kernel that does next to nothing.
         links: Of every kind of group and collective that was measured.
+        tiers: Of every tier that was measured; none on a CPU, and in files of versions that did not measure any.
     """
 
     format: str
@@ -77,6 +95,7 @@ class CalibrationRecord:
     bytes_per_s: float
     kernel_s: float
     links: tuple[LinkRecord, ...] = field(default=())
+    tiers: tuple[TierRecord, ...] = field(default=())
 
 
 def to_text(record: CalibrationRecord) -> str:
@@ -123,3 +142,6 @@ def _figures(record: CalibrationRecord) -> Iterator[tuple[str, float, float]]:
         yield f"links.{number}.hosts", link.hosts, 1
         yield f"links.{number}.latency_s", link.latency_s, 0.0
         yield f"links.{number}.bytes_per_s", link.bytes_per_s, least
+    for number, tier in enumerate(record.tiers):
+        yield f"tiers.{number}.latency_s", tier.latency_s, 0.0
+        yield f"tiers.{number}.bytes_per_s", tier.bytes_per_s, least

@@ -17,10 +17,11 @@ from dsgraph.passes import CaptureFacts
 from dsgraph.passes.analysis.budget import MemoryPart
 from dsgraph.passes.compat import storage_id
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
+from dsgraph.passes.overlap.buckets import least_bytes
 
 # In addition to the saved values, a backward holds one or two gradients of that size.
 _GRADIENTS_ALIVE = 2
-# The parameter that is computed with, the next, and a gradient.
+# The parameter that is computed with, the next, and a gradient; or a bucket of each.
 _PARAMETERS_ALIVE = 3
 
 
@@ -49,13 +50,14 @@ def spare_bytes(gm: GraphModule, inputs: Sequence[Any], *, facts: CaptureFacts, 
     saved = _saved_by_autograd(gm, inputs)
     if saved is None:
         return None
-    widest = max(math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values())
+    sizes = [math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values()]
+    bucket = min(sum(sizes), max(map(least_bytes, facts.axes), default=0))
     budget = facts.budget()
     needs = {
         **budget.needs,
         MemoryPart.GATHERED_COPIES: sum(inputs[number].untyped_storage().nbytes() for number in facts.gathered_copies),
         MemoryPart.ACTIVATIONS: saved.total + _GRADIENTS_ALIVE * saved.largest,
-        MemoryPart.COMMUNICATION: _PARAMETERS_ALIVE * widest,
+        MemoryPart.COMMUNICATION: _PARAMETERS_ALIVE * max(*sizes, bucket),
     }
     return replace(budget, needs=needs).left
 

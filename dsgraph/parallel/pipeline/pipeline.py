@@ -203,9 +203,7 @@ def _agreement(mesh: DeviceMesh) -> Agreement:
 
 def _costs(agreement: Agreement, mesh: DeviceMesh) -> CostModel:
     """Return the costs of computing and sending: measured, or the defaults."""
-    axes = mesh_axes(mesh)
-    measured = known_costs(agreement, mesh.device_type).model(mesh, axes)
-    return measured or CostModel.default(axes, device_type=mesh.device_type)
+    return known_costs(agreement, mesh.device_type).model(mesh, mesh_axes(mesh))
 
 
 def _seconds_per_byte(costs: CostModel) -> float:

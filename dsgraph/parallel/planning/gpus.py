@@ -1,4 +1,7 @@
-"""GPUs and their usual nodes, by their makers' data sheets. Without torch, for the command line."""
+"""GPUs and their usual nodes, by their makers' data sheets. Without torch, for the command line.
+
+Peaks and memory are those of `passes/analysis/hardware.py`, which imports torch; a test compares them.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+
+from .fit_line import Fit, fit_line
 
 # How long one figure may take to measure, seconds, and how often it is measured at least and at most.
 _PATIENCE = 1.0
@@ -18,16 +21,19 @@ _SIDE = {"cpu": 2048}
 _SIDE_ELSEWHERE = 8192
 _COPIED = {"cpu": 2**27}
 _COPIED_ELSEWHERE = 2**30
+# Bytes that go to the host and back: fewer than a cache holds, and as many as reach the link's rate.
+_SENT = (1 << 16, 1 << 20, 1 << 24, 1 << 28)
 _LAUNCHES = 500  # small kernels in one go, so that the clock and the wait for the device count for nothing
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Measured performance of a device, see `CalibrationRecord`."""
+    """Measured performance of a device, see `CalibrationRecord`; the link to the host, None if it was not measured."""
 
     flops_per_s: dict[str, float]
     bytes_per_s: float
     kernel_s: float
+    host: Fit | None
 
 
 def synchronize(device_type: str) -> None:
@@ -52,7 +58,9 @@ def measure_device(device_type: str, *, together: Callable[[], object]) -> Devic
     together()
     moved = _copy_rate(device_type)
     together()
-    return DeviceFigures(flops, moved, _kernel_seconds(device_type))
+    kernel = _kernel_seconds(device_type)
+    together()
+    return DeviceFigures(flops, moved, kernel, _host_link(device_type) if device_type == "cuda" else None)
 
 
 def _matrix_flops(device_type: str, dtype: torch.dtype) -> float:
@@ -77,6 +85,18 @@ def _kernel_seconds(device_type: str) -> float:
             torch.add(value, value)
 
     return _seconds(launch, device_type) / _LAUNCHES
+
+
+def _host_link(device_type: str) -> Fit:
+    """Return the link between pinned memory and the device; of the two directions the slower."""
+    samples = []
+    for size in _SENT:
+        there = torch.ones(size, dtype=torch.uint8, device=device_type)
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        ways = [(here, there), (there, here)]
+        times = [_seconds(partial(to.copy_, source, non_blocking=True), device_type) for to, source in ways]
+        samples.append((size, max(times)))
+    return fit_line(samples)
 
 
 def _seconds(function: Callable[[], object], device_type: str) -> float:

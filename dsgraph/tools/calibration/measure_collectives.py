@@ -19,6 +19,7 @@ from .fit_line import Fit, fit_line
 
 # Bytes of the whole tensor: of all rows that are gathered, scattered, exchanged or summed up.
 SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 25)
+_MORE_SIZES = {"nccl": (1 << 26, 1 << 27, 1 << 28)}  # NVLink reaches its rate with these alone
 _MOST_REPEATS, _LEAST_REPEATS = 25, 3
 _LEAST_SIZES = 4
 
@@ -61,8 +62,9 @@ def measure_collectives(
     end = time.perf_counter() + seconds
     samples: dict[str, list[tuple[int, float]]] = {kind.kind: [] for kind in kinds}
     turn = 0.0  # seconds that one call of every kind takes
-    for number, size in enumerate(SIZES):
-        guess = turn * size / SIZES[number - 1]
+    sizes = SIZES + _MORE_SIZES.get(backend, ())
+    for number, size in enumerate(sizes):
+        guess = turn * size / sizes[number - 1]
         if not _agreed(number < _LEAST_SIZES or time.perf_counter() + _LEAST_REPEATS * guess < end):
             break
         rows = max(1, size // (4 * group.size()))
@@ -70,7 +72,7 @@ def measure_collectives(
         whole = torch.ones(rows * group.size(), device=device_type)
         # The first call brings memory and connections.
         turn = sum(_seconds(kind, part, whole, group) for kind in kinds)
-        fair = (end - time.perf_counter()) / (len(SIZES) - number)
+        fair = (end - time.perf_counter()) / (len(sizes) - number)
         repeats = _agreed(min(_MOST_REPEATS, max(_LEAST_REPEATS, int(fair / turn))))
         turns = [[_seconds(kind, part, whole, group) for kind in kinds] for _ in range(repeats)]
         medians = _slowest([statistics.median(times) for times in zip(*turns, strict=True)])

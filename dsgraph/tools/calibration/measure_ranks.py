@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dsgraph import __version__
-from dsgraph.compiler.costs.calibration_record import FORMAT, VERSION, CalibrationRecord, LinkRecord
+from dsgraph.compiler.costs.calibration_record import FORMAT, VERSION, CalibrationRecord, LinkRecord, TierRecord
 from dsgraph.compiler.costs.host import device_name, host_name
 from dsgraph.inductor_ext import backend_name
 from dsgraph.ranks.local_rank import local_rank
@@ -102,6 +102,7 @@ def _links(
 
 
 def _record(device_type: str, figures: DeviceFigures, links: tuple[LinkRecord, ...]) -> CalibrationRecord:
+    host = figures.host
     return CalibrationRecord(
         format=FORMAT,
         version=VERSION,
@@ -116,6 +117,7 @@ def _record(device_type: str, figures: DeviceFigures, links: tuple[LinkRecord, .
         bytes_per_s=figures.bytes_per_s,
         kernel_s=figures.kernel_s,
         links=links,
+        tiers=() if host is None else (TierRecord("host", host.latency_s, host.bytes_per_s, host.error),),
     )
 
 

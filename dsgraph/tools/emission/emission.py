@@ -65,7 +65,7 @@ class Target:
         links = {axis.group: default_links(axis.backend, device_type="cuda") for axis in facts.axes}
         return replace(
             facts,
-            costs=CostModel(gpu.device, facts.axes, MappingProxyType(links)),
+            costs=CostModel(gpu.product.device, facts.axes, MappingProxyType(links), gpu.product.tiers),
             memory_limit=limit if isinstance(limit, int) else int(limit * gpu.memory_bytes),
             device_type="cuda",
             fuses=True,

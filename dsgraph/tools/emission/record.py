@@ -141,7 +141,7 @@ def describe_kernel(kernel: ScheduledKernel, configurations: Sequence[Configurat
         calls=kernel.calls,
         bytes=moved,
         flops=operations,
-        seconds=CostModel(gpu.device).kernel_seconds(operations or 0, moved, dtype=dtype),
+        seconds=CostModel(gpu.product.device).kernel_seconds(operations or 0, moved, dtype=dtype),
         configurations=tuple(configurations),
     )
 

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
 from dsgraph.compiler.costs.agreed import KnownCosts
+from dsgraph.compiler.costs.calibration_record import TierRecord
 from dsgraph.compiler.costs.host import device_name, host_name
 from dsgraph.compiler.costs.store import save
-from dsgraph.passes.analysis.hardware import DEVICES, LINKS, Link
+from dsgraph.passes.analysis.hardware import DEVICES, LINKS, PRODUCTS, TIERS, Link
 from dsgraph.ranks.mesh import mesh_axes
 from tests.compiler.costs.records import LINK, calibration
 
@@ -34,13 +35,14 @@ def _model(known: KnownCosts, *axes: str, shape: tuple[int, ...] = (8,), names: 
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     chosen = [replace(axis, backend="gloo") for axis in mesh_axes(mesh) if axis.name in (axes or names)]
     model = known.model(mesh, chosen)
-    links = {axis.name: model.links[axis.group] for axis in chosen} if model is not None else {}
+    links = {axis.name: model.links[axis.group] for axis in chosen}
     return SimpleNamespace(links=links, model=model, said=known.describe(mesh, chosen))
 
 
 def _known(*links: Any, hosts: list[str] | None = None, **changes: Any) -> KnownCosts:
     hosts = hosts or ["node-7"] * 8
-    return KnownCosts(calibration(links=links, **changes), threads=2, hosts=dict(enumerate(hosts)))
+    record = calibration(links=links, **changes)
+    return KnownCosts(record, 2, dict(enumerate(hosts)), device_type=record.device_type, device=record.device)
 
 
 def test_measured_figures_are_those_of_the_model(fake_ranks):
@@ -57,10 +59,41 @@ def test_measured_figures_are_those_of_the_model(fake_ranks):
     assert two.transfer_seconds("all_reduce", group, sent) == pytest.approx(LINK.latency_s + sent / LINK.bytes_per_s)
 
 
-def test_without_a_calibration_there_is_no_model(fake_ranks):
-    found = _model(KnownCosts(None, threads=2, hosts={0: "node-7"}))
-    assert found.model is None
-    assert found.said == "defaults: node-7 has no calibration (dsgraph calibrate makes one)"
+NONE = "node-7 has no calibration (dsgraph calibrate makes one)"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "device", "product", "said"),
+    [
+        ("cpu", "AMD EPYC", None, "defaults"),
+        ("cuda", "NVIDIA H100 80GB HBM3", "H100", "defaults for H100"),
+        ("cuda", "NVIDIA GB10", None, "defaults for an A100-class GPU, as 'NVIDIA GB10' is not known"),
+    ],
+)
+def test_without_a_calibration_the_data_sheet_of_the_first_ranks_device_counts(
+    fake_ranks, device_type, device, product, said
+):
+    found = _model(KnownCosts(None, 2, {0: "node-7"}, device_type=device_type, device=device))
+    expected = PRODUCTS[product] if product else SimpleNamespace(device=DEVICES[device_type], tiers=TIERS[device_type])
+    assert (found.model.device, found.model.tiers) == (expected.device, expected.tiers)
+    assert found.said == f"{said}: {NONE}"
+
+
+def test_a_measured_link_to_the_host_counts_and_a_missing_one_is_named(fake_ranks):
+    gpu = {"device_type": "cuda", "device": "NVIDIA H200", "threads": 0}
+    host = TierRecord("host", latency_s=2e-5, bytes_per_s=4e10)
+    found, older = _model(_known(LINK, tiers=(host,), **gpu)), _model(_known(LINK, **gpu))
+    assert found.model.tiers == {**TIERS["cuda"], "host": Link(2e-5, 4e10)}
+    assert older.model.tiers == PRODUCTS["H200"].tiers
+    assert older.said == f"{found.said}; link to the host by default"
+
+
+def test_latencies_of_nccl_are_measured_and_used_by_the_same_steps(fake_ranks):
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+    axes = [replace(axis, backend="nccl") for axis in mesh_axes(mesh)]
+    known = _known(replace(LINK, backend="nccl", ranks=8, latency_s=6e-5), device_type="cuda", threads=0)
+    model, (group,) = known.model(mesh, axes), [axis.group for axis in axes]
+    assert model.transfer_seconds("all_reduce", group, 0) == pytest.approx(6e-5)
 
 
 def test_the_nearest_size_of_the_same_backend_counts(fake_ranks):
@@ -92,7 +125,7 @@ def test_a_cpu_multiplies_in_proportion_to_its_threads(fake_ranks):
     known = replace(_known(LINK), threads=1)
     assert _model(known).model.device.flops_per_s == 3e10
     gpu = calibration(threads=0, device_type="cuda", flops_per_s={"float32": 5e13, "bfloat16": 6e14})
-    device = _model(replace(known, calibration=gpu)).model.device
+    device = _model(replace(known, calibration=gpu, device_type="cuda")).model.device
     assert [device.rate(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)] == [5e13, 6e14, 6e14]
 
 

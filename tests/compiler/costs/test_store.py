@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsgraph.compiler.costs.calibration_record import VERSION, merge, to_text
+from dsgraph.compiler.costs.calibration_record import VERSION, TierRecord, merge, to_text
 from dsgraph.compiler.costs.store import CalibrationError, folder, load, load_all, path_of, save
 from tests.compiler.costs.records import LINK, calibration
 
@@ -26,6 +26,7 @@ def test_what_is_written_is_read_back(cache):
     path = save(calibration())
     assert path == cache / "dsgraph" / "calibration" / "node_7-AMD_EPYC_9654_96_Core.json" == path_of(HOST, DEVICE)
     assert load(HOST, DEVICE) == calibration()
+    assert "tiers" not in path.read_text()  # as in the files of older versions
     assert load(HOST, "AMD EPYC") is None
     assert json.loads(path.read_text())["flops_per_s"] == {"float32": 6e10}
     save(replace(calibration(), kernel_s=1.0))
@@ -70,6 +71,7 @@ def _link(**changes):
         (_rewritten(links=[{}]), "links.0"),
         (_link(latency_s=-1.0), "links.0.latency_s is -1"),
         (_link(bytes_per_s=0.0), "links.0.bytes_per_s is 0"),
+        (_rewritten(tiers=[{"tier": "host", "latency_s": 0, "bytes_per_s": 0}]), "tiers.0.bytes_per_s is 0"),
         (_link(ranks=1), "links.0.ranks is 1"),
         (_link(hosts=0), "links.0.hosts is 0"),
         (_rewritten(host="node-8"), "on host 'node-8', not"),
@@ -131,7 +133,7 @@ def test_groups_that_were_not_measured_anew_are_kept():
 
 
 def test_figures_survive_the_text_exactly():
-    odd = calibration(kernel_s=0.1 + 0.2, links=())
+    odd = calibration(kernel_s=0.1 + 0.2, links=(), tiers=(TierRecord("host", 0.1 + 0.2, 1e9 / 3),))
     save(odd)
     assert load(HOST, DEVICE) == odd
     assert to_text(odd) == to_text(load(HOST, DEVICE))

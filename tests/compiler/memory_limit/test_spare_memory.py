@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -188,3 +189,22 @@ def test_where_nothing_is_gathered_no_estimate_is_made():
     torch._dynamo.reset()
     torch.compile(module, backend=estimating)(*_tokens())
     assert seen == [None]
+
+
+def test_on_nccl_there_is_room_for_buckets():
+    module = dsgraph.partition(GPT(CONFIG), stage=3, keep_whole_below=0)
+    found = {}
+
+    def estimating(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        facts = replace(read_facts(gm, inputs), memory_limit=10**9)
+        sizes = [math.prod(info.shape) * info.dtype.itemsize for info in facts.params.values()]
+        found["more"] = 3 * (sum(sizes) - max(sizes))  # all of the small model is one bucket
+        for backend in ("gloo", "nccl"):
+            axes = tuple(replace(axis, backend=backend) for axis in facts.axes)
+            found[backend] = spare_bytes(gm, inputs, facts=replace(facts, axes=axes), module=module)
+        return gm
+
+    estimating.__name__ = "dsgraph"  # graphs of other backends never read gathered copies
+    torch._dynamo.reset()
+    torch.compile(module, backend=estimating)(*_tokens())
+    assert found["gloo"] - found["nccl"] == found["more"] > 0

@@ -116,9 +116,10 @@ def test_steps_print_symbols_and_numbers():
 
 def test_gpus_are_those_of_the_compiler():
     """Both know the same data sheets; the compiler counts 0.7 of the peak for products."""
-    from dsgraph.passes.analysis.hardware import GPUS
+    from dsgraph.passes.analysis.hardware import GPUS, PRODUCTS, product_of
 
+    for gpu in NODE_GPUS.values():
+        product = product_of(gpu.name.partition("-")[0].upper())
+        assert 0.7 * gpu.peak_flops == pytest.approx(PRODUCTS[product].device.flops_per_s)
     for name, architecture in (("a100-80gb", "sm_80"), ("h100-80gb", "sm_90")):
-        gpu, other = NODE_GPUS[name], GPUS[architecture]
-        assert 0.7 * gpu.peak_flops == pytest.approx(other.device.flops_per_s)
-        assert gpu.memory_bytes == other.memory_bytes
+        assert NODE_GPUS[name].memory_bytes == GPUS[architecture].memory_bytes

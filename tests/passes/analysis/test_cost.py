@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import CostModel, flops, moved_bytes, sent_bytes
-from dsgraph.passes.analysis.hardware import DEVICES, LINKS, TIERS, Device, Link, LinkTable
+from dsgraph.passes.analysis.hardware import DEVICES, LINKS, PRODUCTS, TIERS, Device, Link, LinkTable, product_of
 from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint, size_hints, tensor_bytes
 from dsgraph.passes.ir.collectives import collectives
 from tests.passes.tracing import GLOO, OUTER, trace
@@ -191,6 +191,49 @@ def test_a_link_may_be_another_for_each_kind():
     assert model.transfer_seconds("all_reduce", "users own", 96) is None
     assert model.transfer_seconds("of_another_kind", "0", 96) is None
     assert table.of("all_reduce") != table.of("broadcast") == Link(1.0, 24.0).of("all_reduce") == table.usual
+
+
+@pytest.mark.parametrize(
+    ("reported", "product"),
+    [
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_it_reports(reported, product):
+    assert product_of(reported) == product
+    model = CostModel.default(device_type="cuda", device_name=reported)
+    assert model.device == (PRODUCTS[product].device if product else DEVICES["cuda"])
+    assert model.tiers["host"] == (PRODUCTS[product].host if product else TIERS["cuda"]["host"])
+    assert model.tiers["disk"] == TIERS["cuda"]["disk"]
+
+
+def test_an_all_reduce_of_nccl_goes_over_trees_and_a_gather_over_a_ring():
+    def seconds(kind, backend, ranks):
+        return CostModel.default([MeshAxis("shard", ranks, "0", backend)]).transfer_seconds(kind, "0", 0)
+
+    assert seconds("all_reduce", "nccl", 64) == pytest.approx(6 * seconds("all_reduce", "nccl", 2))
+    assert seconds("all_gather_into_tensor", "nccl", 64) == pytest.approx(
+        63 * seconds("all_gather_into_tensor", "nccl", 2)
+    )
+    assert seconds("all_reduce", "gloo", 64) == pytest.approx(63 * seconds("all_reduce", "gloo", 2))
+    # NCCL's own predictions for 64 GPUs in nodes of 8 (see `LINKS`).
+    assert 5e-5 < seconds("all_reduce", "nccl", 64) < 1.5e-4
+    assert 1.4e-4 < seconds("all_gather_into_tensor", "nccl", 64) < 3e-4
 
 
 def test_kernels_run_at_the_rate_of_their_dtype():

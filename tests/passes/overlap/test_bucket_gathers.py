@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -29,6 +30,7 @@ from tests.passes.tracing import GLOO, OUTER, SHARD, code, gather, run_pass, tra
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 
+FAKE = replace(SHARD, backend="fake")
 BOTH = pytest.mark.parametrize("bucket", [BucketForwardGathers(), BucketBackwardGathers()])
 ON_BOTH = pytest.mark.parametrize(
     ("axis", "op"), [(SHARD, "all_gather_into_tensor"), (GLOO, "gather_by_messages")], ids=["nccl", "gloo"]
@@ -202,23 +204,48 @@ def test_no_bucket_of_several_exceeds_the_cap(rows, cap):
 
 
 def test_large_ones_go_alone_and_the_note_has_both_figures():
-    gm = _lowered()
+    gm, costs = _lowered(_three_layers, None, FAKE), _costs(1e-6, 32 / 1e-3, (FAKE,))
     # A gather of 32 bytes sent takes a millisecond and a thousandth of one for its start.
-    result = run_pass(BucketForwardGathers(), gm, costs=_costs(1e-6, 32 / 1e-3))
+    result = run_pass(BucketForwardGathers(), gm, FAKE, costs=costs)
     assert result.changed == 0 and len(collectives(gm)) == 3
     (note,) = result.notes
     assert note.startswith("3 collectives are not bucketed: predicted 3.003 ms separately and 3.001 ms in 1 buckets")
-    assert run_pass(BucketForwardGathers(latency_share=1e-4), gm, costs=_costs(1e-6, 32 / 1e-3)).changed == 3
+    assert run_pass(BucketForwardGathers(latency_share=1e-4), gm, FAKE, costs=costs).changed == 3
 
 
 def test_what_is_small_joins_until_the_bucket_is_large():
     def function(x, *shards):
         return tuple(gather(shard, (2 * shard.shape[0], 4)) * x for shard in shards)
 
-    gm = _lowered(function, [torch.randn(4), *(torch.randn(rows, 4) for rows in (1, 1, 100, 1, 1))])
+    gm = _lowered(function, [torch.randn(4), *(torch.randn(rows, 4) for rows in (1, 1, 100, 1, 1))], FAKE)
     # A latency carries 64 bytes; a bucket of them grows to four times that.
-    run_pass(BucketForwardGathers(), gm, costs=_costs(1.0, 64.0))
+    run_pass(BucketForwardGathers(), gm, FAKE, costs=_costs(1.0, 64.0, (FAKE,)))
     assert [len(results_of(started)) for started in collectives(gm)] == [2, 1, 2]
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("backend", "how", "bucket", "sizes"),
+    [
+        ("nccl", {}, {}, [25, 5]),  # 250 of 256 MiB
+        ("nccl", {"keep_bytes": 10**9}, {}, [25, 5]),
+        ("nccl", {"keep_bytes": 0}, {"latency_share": 0.0}, [2] * 15),
+        ("nccl", {}, {"bucket_bytes": 45 * MIB}, [4] * 7 + [2]),
+        ("gloo", {}, {"latency_share": 0.0}, [2] * 15),
+    ],
+)
+def test_on_nccl_a_bucket_has_4_mib_for_each_rank_if_there_is_memory(backend, how, bucket, sizes):
+    """However fast the link is; the user's own limit counts more."""
+
+    def function(x, *shards):
+        return tuple(gather(shard, (64 * shard.shape[0], 4)).sum() * x for shard in shards)
+
+    axis = MeshAxis("shard", 64, "0", backend)
+    gm = _lowered(function, [torch.ones(1), *(torch.ones(10 * MIB // (64 * 4 * 4), 4) for _ in range(30))], axis)
+    run_pass(BucketForwardGathers(**bucket), gm, axis, costs=_costs(1e-12, 1e30, (axis,)), **how)
+    assert [len(results_of(started)) for started in collectives(gm)] == sizes
 
 
 def test_predicted_times_of_computation_do_not_decide():

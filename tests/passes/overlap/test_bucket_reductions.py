@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -155,10 +156,11 @@ def test_no_bucket_of_several_exceeds_the_cap(rows, cap):
 
 
 def test_large_ones_go_alone_and_the_note_has_both_figures():
-    gm = _lowered()
+    axis = replace(SHARD, backend="fake")
+    gm = _lowered(_three_gradients, None, axis)
     # A gradient, of which a rank sends 24 bytes, takes a millisecond and a thousandth of one for its start.
-    costs = CostModel(DEVICES["cpu"], (SHARD,), {"0": Link(1e-6, 24 / 1e-3)})
-    result = run_pass(BucketReductions(), gm, costs=costs)
+    costs = CostModel(DEVICES["cpu"], (axis,), {"0": Link(1e-6, 24 / 1e-3)})
+    result = run_pass(BucketReductions(), gm, axis, costs=costs)
     assert result.changed == 0 and _bucket_sizes(gm) == [1, 1, 1]
     (note,) = result.notes
     assert note.startswith("3 collectives are not bucketed: predicted 3.003 ms separately and 3.001 ms in 1 buckets")

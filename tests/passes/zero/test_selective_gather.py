@@ -87,7 +87,7 @@ def test_nothing_is_kept_where_nothing_is_known_to_be_to_spare():
 def test_a_note_names_what_is_gathered_again_with_its_size_and_time():
     gm = _lowered()
     (note,) = _keep(gm, B).notes
-    assert note.startswith("gathered again, because 128 bytes are spare: a (64 bytes, 0.01 ms), c (192 bytes, ")
+    assert note.startswith("gathered again, because 128 bytes are spare: a (64 bytes, 0.0035 ms), c (192 bytes, ")
     assert not _keep(_lowered(), 10**6).notes
 
 

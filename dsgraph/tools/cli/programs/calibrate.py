@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from dsgraph.compiler.costs.calibration_record import CalibrationRecord, from_text, merge
+from dsgraph.compiler.costs.calibration_record import CalibrationRecord, from_text, merge, to_text
 from dsgraph.compiler.costs.store import CalibrationError, load, save
 from dsgraph.launch.processes import describe_exit
 from dsgraph.launch.script import Script, rank_count, run_script
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
-from dsgraph.utils.json_records import to_json
 
 _SECONDS = 25.0
 _RANKS = 2
 
 _DESCRIPTION = """\
-Measure how fast this machine multiplies matrices, copies memory and starts kernels, and the latency and bandwidth of
-each kind of collective: with gloo over --nproc ranks, and with the GPUs' backend over all GPUs if there are several.
+Measure how fast this machine multiplies matrices, copies memory and starts kernels, how fast NVIDIA GPUs exchange
+pinned memory with the host, and the latency and bandwidth of each kind of collective: with gloo over --nproc ranks, and
+with the GPUs' backend over all GPUs if there are several.
 The results are written to dsgraph/calibration in the user's cache folder (XDG_CACHE_HOME or ~/.cache), one file per
 host and device. Earlier results for groups of other sizes are kept. Compiling uses the results of the first rank's host
 on all ranks, or defaults if there are none. To train across hosts, run `torchrun ... -m dsgraph calibrate` on all of
@@ -44,7 +45,7 @@ def calibrate(arguments: argparse.Namespace) -> Answer:
     except (RuntimeError, CalibrationError) as error:  # torch's errors of process groups are RuntimeErrors
         return Answer(f"measuring failed: {error}", {"problem": str(error)}, code=1)
     text = "\n\n".join(_describe(record, path) for record, path in written)
-    return Answer(text, [{"path": str(path), "calibration": to_json(record)} for record, path in written])
+    return Answer(text, [{"path": str(path), "calibration": json.loads(to_text(record))} for record, path in written])
 
 
 def _over_these_ranks(arguments: argparse.Namespace) -> list[CalibrationRecord]:
@@ -104,6 +105,10 @@ def _describe(record: CalibrationRecord, path: Path) -> str:
     rows += [
         ["copy, read and written", f"{record.bytes_per_s / 1e9:.4g} GB/s"],
         ["smallest kernel", f"{1e6 * record.kernel_s:.3g} us"],
+    ]
+    rows += [
+        [f"{tier.tier}, pinned, each way", f"{tier.bytes_per_s / 1e9:.4g} GB/s after {1e6 * tier.latency_s:.3g} us"]
+        for tier in record.tiers
     ]
     parts = [f"{record.device} of {record.host} ({record.device_type}{threads})", table(rows, ["device", ""])]
     if record.links:
