@@ -33,7 +33,8 @@ class RandomNet(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        scale = 1.0 + sum(extra.sum() for extra in self.extras) / 10
+        # Divided one by one: plain torch would give two 0-dimensional parameters one tensor as their gradients.
+        scale = 1.0 + sum((extra / 10).sum() for extra in self.extras)
         return (x * scale - y).pow(2).mean()
 
 

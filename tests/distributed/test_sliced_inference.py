@@ -59,7 +59,8 @@ def _generate(family: str, dtype: torch.dtype, lengths: tuple[int, ...], heads: 
     new = found[:, lengths[0] :].T.flatten().tolist()
     assert collector.seen == [*given["input_ids"].flatten().tolist(), *new, -1]
     layers, rows, width = 2, 2, 8
-    full = layers * 2 * rows * heads * 64 * width * dtype.itemsize  # keys and values
+    cached = getattr(plain.config, "num_key_value_heads", None) or plain.config.num_attention_heads
+    full = layers * 2 * rows * cached * 64 * width * dtype.itemsize  # keys and values
     assert warm.cache_bytes[2] * ranks == full, "each rank holds its heads alone"
 
 

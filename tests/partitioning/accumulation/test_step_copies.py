@@ -98,7 +98,7 @@ class _Wide(nn.Module):
 def test_the_predicted_peak_stays_within_the_limit(build, length):
     tight = _train(build(), *_tokens(length), limit=None).memory.peak
     held = []
-    for part in (1, 1.15, 1.3, 1.45, 1.6, 1.75):
+    for part in (1, 1.15, 1.3, 1.45, 1.48, 1.51, 1.54, 1.57, 1.6, 1.75):
         report = _train(build(), *_tokens(length), limit=int(part * tight))
         assert report.memory.peak <= part * tight
         held.append(sum(_held(report).values()))
