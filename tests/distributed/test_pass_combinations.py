@@ -131,7 +131,8 @@ def test_every_combination_computes_what_one_process_computes(ranks, stage, comb
     changed = ranks(2).run(_compare_all, stage, combine)[0]
     # On a CPU no kernel of these models gains anything, so that none is substituted; nothing of them is sliced, no
     # optimizer has its momentum reduced, and no weight is rounded.
-    without_cause = {"substitute_kernels", "slice_tensors", "compress_reductions", "lower_fake_weights"}
+    without_cause = {"substitute_kernels", "compress_reductions", "lower_fake_weights"}
+    without_cause |= {"slice_tensors", "lower_forward_slices", "lower_backward_slices"}
     idle = {item.name for item in dsgraph.default_pipeline()} - changed - without_cause
     if stage == 2:
         assert all("gather" in name for name in idle), f"{sorted(idle)} had nothing to do"

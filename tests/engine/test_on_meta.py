@@ -89,12 +89,14 @@ def test_reading_weights_takes_a_few_tensors_of_memory(one_rank, tmp_path):
     make = lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))  # noqa: E731
     _engine(make(), "", disk=False).export(tmp_path / "weights")
     with torch.device("meta"):
-        models = [make() for _ in range(2)]
-    for model in models:  # what torch loads for that, it loads once
+        models = [make() for _ in range(3)]
+    found = []
+    for model in models:  # what torch loads for that, it loads once; what else the process does only adds to a reading
         with Grown() as reading:
             engine = _engine(model, str(tmp_path), disk=True, weights=tmp_path / "weights")
-    each = 4 * width * width
-    assert reading.bytes < 8 * each, f"{reading.bytes} bytes of {4 * depth * each} were in memory at once"
+        found.append(reading.bytes)
+    each, least = 4 * width * width, min(found)
+    assert least < 8 * each, f"{least} bytes of {4 * depth * each} were in memory at once"
     with Grown() as again:
         engine.load_pretrained(tmp_path / "weights")
     assert again.bytes < 8 * each, f"{again.bytes} bytes of {depth * each} were in memory at once"

@@ -110,7 +110,8 @@ def test_compiles_and_passes(fake_ranks):
     assert (one.kind, one.codegen, one.from_cache, one.resumes_at) == ("training", "eager", False, None)
     assert [graph.phase for graph in one.graphs] == ["forward", "backward"]
     by_name = {item.name: item for item in one.passes}
-    assert set(by_name) == {item.name for item in dsgraph.default_pipeline()}
+    of_slices = {"lower_forward_slices", "lower_backward_slices"}
+    assert set(by_name) == {item.name for item in dsgraph.default_pipeline()} - of_slices
     lowering = by_name["insert_zero_collectives"]
     assert lowering.phase == "joint" and lowering.changed > 0 and lowering.nodes_after != lowering.nodes_before
     assert one.pass_seconds == sum(item.seconds for item in one.passes) > 0
