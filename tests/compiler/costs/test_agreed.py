@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
@@ -201,10 +201,17 @@ def test_otherwise_all_ranks_have_the_defaults(ranks, tmp_path, own_file_on, dam
         assert part in message
 
 
+class _Twice(nn.Linear):
+    """Has a forward of its own: a report lists what else was compiled for the same function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def test_the_report_says_that_costs_are_measured(one_rank, tmp_path):
     with _cache(tmp_path):
         save(calibration(host=host_name(), device=device_name("cpu")))
-        model = dsgraph.partition(nn.Linear(8, 8), keep_whole_below=0)
+        model = dsgraph.partition(_Twice(8, 8), keep_whole_below=0)
         compiled = torch.compile(model, backend="dsgraph", options=EAGER)
         compiled(torch.ones(2, 8))
         found = dsgraph.report(compiled)
