@@ -16,6 +16,11 @@ from .slice_few_bits import FEW_BITS
 from .slice_rules import name_of, outcome_of
 from .slices import Outcome, Refusal, Slice
 
+# Functions that communicate slices: markers, and what `SliceTensors` writes.
+_COMMUNICATING = frozenset(
+    {"gather_slices", "sum_slices", "enter_slices", "sliced_embedding", "sliced_cross_entropy", *FEW_BITS}
+)
+
 
 @dataclass
 class Sliced:
@@ -73,10 +78,10 @@ def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
 
 def communicates_slices(gm: GraphModule) -> bool:
     """Return True if a graph sums or gathers slices, or will do so once `SliceTensors` has run."""
-    ops = [torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.sum_slices, torch.ops.dsgraph.enter_slices]
-    targets = {*ops, *(op.default for op in ops)}
     nodes = (node for module in all_graph_modules(gm) for node in module.graph.nodes)
-    return any(node.op == "call_function" and (node.target in targets or name_of(node) in FEW_BITS) for node in nodes)
+    return any(
+        node.op == "call_function" and name_of(node).removesuffix(".default") in _COMMUNICATING for node in nodes
+    )
 
 
 def sharing_ranks(gm: GraphModule) -> tuple[int, str] | None:

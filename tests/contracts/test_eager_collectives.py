@@ -7,32 +7,22 @@ collectives. Uncompiled code reads copies one by one, and gathers those that are
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsgraph
+from tests.contracts.counting import Counting
 
 PARAMETERS = 12
 ALL = 3
 """Collectives that gather all copies."""
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(Counting):
     """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo run what it has compiled: under another mode it runs the model uncompiled."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("_c10d_functional", "c10d") and "wait" not in func.__name__:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsgraph
+from tests.contracts.counting import Counting
 
 ROOT = Path(__file__).parents[2]
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -25,17 +25,8 @@ _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 ON_THE_CPU = {"gathered_copies.py:_differs", "one_bit.py:_update"}
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(Counting):
     """Counts reads of tensors by the host: file and function of ours, and times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo run what it has compiled: under another mode it runs the model uncompiled."""
-        return True
 
     def note(self) -> None:
         """Count one read of the innermost function of the product."""

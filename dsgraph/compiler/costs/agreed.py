@@ -34,7 +34,7 @@ class KnownCosts:
         calibration: Of the first rank's host and device; None when there is none.
         threads: Number of threads on which the first rank computes on a CPU.
         hosts: Rank -> host. Ranks that do not exist have none.
-        device_type: Of the mesh.
+        device_type: Device type of the mesh.
         device: Name of the first rank's device.
     """
 

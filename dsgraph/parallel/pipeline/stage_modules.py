@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
+
+from dsgraph.compat.pipelining import StageOfOtherRanks
 
 from .deferred_weights import WeightQueue, defer_weights
 
@@ -69,7 +69,7 @@ class StageModule(nn.Module):
             self._hooked[received] = True
 
 
-class TimedStage(PipelineStage):
+class TimedStage(StageOfOtherRanks):
     """One stage for torch's schedules, with a timer of its computation.
 
     Attributes:
@@ -94,10 +94,6 @@ class TimedStage(PipelineStage):
         """Compute the weight gradients of a micro-batch, timed; see torch."""
         with torch.autocast(self.device.type, enabled=False):
             return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Leave out a message to this rank itself, which holds two neighbours of a V: torch 2.11 sends one."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def _timed(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()

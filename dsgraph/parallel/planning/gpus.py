@@ -1,6 +1,6 @@
 """GPUs and their usual nodes, by their makers' data sheets. Without torch, for the command line.
 
-Peaks and memory are those of `passes/analysis/hardware.py`, which imports torch; a test compares them.
+Peaks are those of `passes/analysis/hardware.py`, which imports torch; a test compares them.
 """
 
 from __future__ import annotations
