@@ -620,6 +620,11 @@ OFFLOAD = (
 
 COMPILER = (
     Mutant(
+        *("recorded-sizes-are-not-nodes", "passes/ir/recording.py", "missing step"),
+        *("Recording._argument", "self._sizes.node(value) if isinstance(value, torch.SymInt) else value", "value"),
+        killers=("tests/passes/parallel/test_lower_slices.py",),
+    ),
+    Mutant(
         *("region-hands-on-its-arguments", "passes/runner/partitioner.py", "missing step"),
         *("Partitioner.__call__", "read_arguments_outside(gm)", ""),
         killers=("tests/distributed/test_captured_regions.py",),

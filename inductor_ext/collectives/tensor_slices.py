@@ -52,7 +52,7 @@ def join_slices(stacked: Tensor, dim: int, *, parts: int) -> Tensor:
         `[..., size, ...]`, a new tensor.
     """
     pieces = stacked.movedim(0, dim).unflatten(dim + 1, (parts, stacked.shape[dim + 1] // parts))
-    return pieces.transpose(dim, dim + 1).flatten(dim, dim + 2).clone(memory_format=torch.contiguous_format)
+    return pieces.movedim(dim, dim + 1).flatten(dim, dim + 2).clone(memory_format=torch.contiguous_format)
 
 
 def lowered_sum(x: Tensor, group: str) -> Tensor:

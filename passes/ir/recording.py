@@ -5,16 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from dsgraph.passes.compat import OpOverload, TorchDispatchMode, detect_fake_mode
 
 from .graph import emit, fake_value
+from .size_nodes import SizeNodes
 
 aten = torch.ops.aten
 
@@ -52,13 +54,21 @@ class Recording:
         with torch.no_grad(), detect_fake_mode(values) or nullcontext(), _Recorder(self):
             return function(*values)
 
+    @cached_property
+    def _sizes(self) -> SizeNodes:
+        return SizeNodes(cast("GraphModule", self.place.graph.owning_module))
+
+    def _argument(self, value: Any) -> Any:
+        """Return a value as an argument of a node: dynamic sizes are nodes, too."""
+        if isinstance(value, Tensor):
+            return self.node(value)
+        return self._sizes.node(value) if isinstance(value, torch.SymInt) else value
+
     def write(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
         """Write a call, and return its fake value; each of several results is a node of its own."""
         if target is aten._to_copy.default and set(kwargs) == {"dtype"}:  # as casts are written in graphs
             target, args, kwargs = torch.ops.prims.convert_element_type.default, (*args, kwargs["dtype"]), {}
-        args, kwargs = map_aggregate(
-            (args, kwargs), lambda value: self.node(value) if isinstance(value, Tensor) else value
-        )
+        args, kwargs = map_aggregate((args, kwargs), self._argument)
         node = emit(self.place, target, *args, **kwargs)
         self.made.append(node)
         if not isinstance(fake_value(node), tuple):

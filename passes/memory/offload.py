@@ -15,9 +15,9 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import come_from, emit, fake_value
+from dsgraph.passes.ir.size_nodes import SizeNodes
 from dsgraph.passes.ir.transfers import note_tier
 
-from .backward_sizes import BackwardSizes
 from .stored_values import StoredValue, drop_stored, find_stored, make_views
 from .transfer_times import earliest_ends, first_together, latest_starts
 
@@ -60,7 +60,7 @@ class OffloadActivations(GraphPass):
     phase: ClassVar[Phase] = Phase.PAIR
 
     def run(self, pair: GraphPair, ctx: PassContext) -> PassResult:
-        sizes = BackwardSizes(pair.backward, saved={theirs.name for _, theirs in pair.crossing()})
+        sizes = SizeNodes(pair.backward, saved={theirs.name for _, theirs in pair.crossing()})
         found, notes = find_stored(pair, ctx, sizes, tier=self.tier, least_bytes=self.least_bytes)
         if not found:
             return PassResult(notes=tuple(notes))
@@ -114,7 +114,7 @@ def _finish(before: Node, started: Node, item: StoredValue) -> Node:
 def _come_back(
     pair: GraphPair,
     found: Sequence[StoredValue],
-    sizes: BackwardSizes,
+    sizes: SizeNodes,
     handles: dict[Node, Node],
     places: Sequence[Node],
 ) -> None:

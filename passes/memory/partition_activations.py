@@ -19,8 +19,8 @@ from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import come_from, emit, fake_value, placeholders
 from dsgraph.passes.ir.mesh_axis import AxisRole, MeshAxis
+from dsgraph.passes.ir.size_nodes import SizeNodes
 
-from .backward_sizes import BackwardSizes
 from .stored_values import StoredValue, drop_stored, find_stored, make_views
 
 aten, ops = torch.ops.aten, torch.ops.dsgraph
@@ -60,7 +60,7 @@ class PartitionActivations(GraphPass):
         axis = next((axis for axis in ctx.axes if axis.role is AxisRole.TENSOR and axis.size > 1), None)
         if axis is None:
             return PassResult(notes=("activations are not sharded: the model has no tensor-parallel operator",))
-        sizes = BackwardSizes(pair.backward, saved={theirs.name for _, theirs in pair.crossing()})
+        sizes = SizeNodes(pair.backward, saved={theirs.name for _, theirs in pair.crossing()})
         found, notes = find_stored(pair, ctx, sizes, tier=_SLICE, least_bytes=self.least_bytes)
         alike = replicated_values(pair.forward, axis.group, replicated_inputs=_replicated_inputs(pair, ctx, axis.group))
         asked = [item for item in found if item.tier == _SLICE]
@@ -92,7 +92,7 @@ def _reason_to_stay(item: StoredValue, axis: MeshAxis) -> str:
     )
 
 
-def _split(pair: GraphPair, taken: Sequence[StoredValue], sizes: BackwardSizes, axis: MeshAxis) -> None:
+def _split(pair: GraphPair, taken: Sequence[StoredValue], sizes: SizeNodes, axis: MeshAxis) -> None:
     """Save slices in the forward, and gather them in the backward."""
     own = [_own_slice(item, axis) for item in taken]
     number_of = {node: number for number, node in enumerate(pair.backward.graph.nodes)}
@@ -124,7 +124,7 @@ def _own_slice(item: StoredValue, axis: MeshAxis) -> Node:
     return come_from(emit(before, ops.own_slice.default, flat, 0, 1, axis.size, axis.group), item.base)
 
 
-def _shaped(item: StoredValue, flat: Node, sizes: BackwardSizes) -> Node:
+def _shaped(item: StoredValue, flat: Node, sizes: SizeNodes) -> Node:
     """Return the original value from its flat memory."""
     order, shape = _by_stride(item), fake_value(item.base).shape
     lying = emit(item.backward_place, aten.view.default, flat, [sizes.node(shape[dim]) for dim in order])

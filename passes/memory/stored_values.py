@@ -17,8 +17,7 @@ from dsgraph.passes.core.notes import parameter_behind
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import KEPT, aliased_arguments, emit, is_returned, mutates_arguments
 from dsgraph.passes.ir.save_plan import tier_of
-
-from .backward_sizes import BackwardSizes
+from dsgraph.passes.ir.size_nodes import SizeNodes
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class StoredValue:
 
 
 def find_stored(
-    pair: GraphPair, ctx: PassContext, sizes: BackwardSizes, *, tier: str | None, least_bytes: int
+    pair: GraphPair, ctx: PassContext, sizes: SizeNodes, *, tier: str | None, least_bytes: int
 ) -> tuple[list[StoredValue], list[str]]:
     """Return the pieces to offload, in the order in which the backward needs them, and why others stay.
 
@@ -78,7 +77,7 @@ def find_stored(
     return sorted(found, key=lambda item: number_of[item.backward_place]), notes
 
 
-def make_views(item: StoredValue, base: Node, sizes: BackwardSizes) -> None:
+def make_views(item: StoredValue, base: Node, sizes: SizeNodes) -> None:
     """Let the backward read a piece, and its views, from `base`, its own node for the piece's base."""
     made: dict[Node, Node] = {item.base: base}
     for ours, theirs, steps in item.views:
@@ -88,7 +87,7 @@ def make_views(item: StoredValue, base: Node, sizes: BackwardSizes) -> None:
         theirs.replace_all_uses_with(made[ours])
 
 
-def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: BackwardSizes) -> Node:
+def _repeat(before: Node, step: Node, made: dict[Node, Node], sizes: SizeNodes) -> Node:
     assert callable(step.target), f"{step.name} is no view"
     take = lambda node: made[node] if node in made else sizes.node(node.meta["val"])  # noqa: E731
     args, kwargs = map_arg((step.args, step.kwargs), take)
@@ -137,7 +136,7 @@ def _is_parameter(saved: list[tuple[Node, Node]], ctx: PassContext) -> bool:
 
 
 def _reason_to_stay(
-    uses: _Uses, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]], sizes: BackwardSizes
+    uses: _Uses, memory: GraphMemory, piece: str, saved: list[tuple[Node, Node]], sizes: SizeNodes
 ) -> tuple[str, Node | None]:
     """Return why a piece cannot leave, or the node whose value fills it."""
     inside = uses.inside[piece]
@@ -181,7 +180,7 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _steps(base: Node, value: Node, sizes: BackwardSizes) -> tuple[Node, ...] | None:
+def _steps(base: Node, value: Node, sizes: SizeNodes) -> tuple[Node, ...] | None:
     """Return the views that lead from a piece's base to a value in it; None if a step needs anything else."""
     steps = list[Node]()
     while value is not base:

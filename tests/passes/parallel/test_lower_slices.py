@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor.lowering import lowerings
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dsgraph.passes import AxisRole, MeshAxis
 from dsgraph.passes.parallel.lower_slices import LowerBackwardSlices, LowerForwardSlices
@@ -17,6 +19,26 @@ SLICES = MeshAxis("tp", 8, "0", "nccl", AxisRole.TENSOR)
 def _layer(x: Tensor, own: Tensor, group: str) -> tuple[Tensor, Tensor]:
     entered = _own.enter_slices(x, group)
     return _own.sum_slices(entered.sin(), group), _own.gather_slices(own, 1, 3, 8, group).cos()
+
+
+def test_dynamic_sizes_are_nodes_of_the_graph(fake_ranks):
+    group = dist.group.WORLD.group_name
+    own = torch.randn(5, 7, 6)
+    gm = make_fx(lambda own: _own.gather_slices(own, 2, 1, 8, group).cos(), tracing_mode="symbolic")(own)
+    expected = gm(own)
+    assert run_pass(LowerForwardSlices(), gm, SLICES).changed == 1
+    torch.testing.assert_close(gm(own), expected, rtol=0, atol=0)
+    longer = torch.randn(9, 4, 6)
+    assert gm(longer).shape == (9, 4, 48), "the graph holds for other sizes, too"
+
+
+def test_ops_are_those_that_inductor_lowers(fake_ranks):
+    """Inductor has decomposed others before a forward graph reaches it, and refuses them there."""
+    group = dist.group.WORLD.group_name
+    gm = trace(lambda own: _own.gather_slices(own, 2, 3, 8, group).cos(), torch.randn(3, 4, 6))
+    run_pass(LowerForwardSlices(), gm, SLICES)
+    called = {node.target for node in gm.graph.nodes if node.op == "call_function"}
+    assert called <= lowerings.keys()
 
 
 def test_slices_communicate_by_collectives_that_inductor_knows(fake_ranks):

@@ -310,7 +310,10 @@ def test_the_default_passes_are_right_on_two_ranks(ranks, tmp_path, name):
         assert len(results) == (2 if name == "graph_break" else 1)
         for result in results:
             assert result["first"] is None
-            assert [step["pass"] for step in result["steps"]] == [item.name for item in dsgraph.default_pipeline()]
+            expected = [
+                item.name for item in dsgraph.default_pipeline() if "_slices" not in item.name
+            ]  # nothing is sliced
+            assert [step["pass"] for step in result["steps"]] == expected
 
 
 @pytest.mark.full  # the next one stops ranks together as well

@@ -1,8 +1,9 @@
-"""Dynamic sizes as nodes of a backward: they are computed from the sizes that the backward knows."""
+"""Dynamic sizes as nodes of a graph: they are computed from the sizes that the graph knows."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from functools import reduce
 from typing import Any
 
@@ -11,27 +12,27 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.compat import symbolic_expression
-from dsgraph.passes.ir.graph import emit, placeholders
+
+from .graph import emit, placeholders
 
 
-class BackwardSizes:
-    """Nodes of a backward for sizes of the forward's tensors.
+class SizeNodes:
+    """Nodes of a graph for symbolic sizes.
 
-    A symbol is known if a size, or the shape of a gradient, is an input. Sums, products and powers are computed from
-    those.
+    A symbol is known if it is an input, or a size of an input. Sums, products and powers are computed from those.
     """
 
-    def __init__(self, backward: GraphModule, *, saved: set[str]) -> None:
-        """Read the inputs of a backward.
+    def __init__(self, gm: GraphModule, *, saved: Collection[str] = ()) -> None:
+        """Read the inputs of a graph.
 
         Args:
-            backward: The graph.
-            saved: Names of saved inputs; tensors among them may be removed.
+            gm: The graph.
+            saved: Names of inputs that are saved tensors, which may be removed.
         """
-        self._first = next(node for node in backward.graph.nodes if node.op != "placeholder")
+        self._first = next(node for node in gm.graph.nodes if node.op != "placeholder")
         self._known: dict[sympy.Symbol, tuple[Node, int | None]] = {}
         self._made: dict[sympy.Expr, Node] = {}
-        for node in placeholders(backward):
+        for node in placeholders(gm):
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):
                 self._note(value, node, None)
@@ -47,7 +48,7 @@ class BackwardSizes:
         return isinstance(expression, int) or (_is_simple(expression) and expression.free_symbols <= self._known.keys())
 
     def node(self, size: Any) -> Any:
-        """Return the size as an argument of a node: a number, or a node at the start of the backward."""
+        """Return the size as an argument of a node: a number, or a node at the start of the graph."""
         if not isinstance(size, torch.SymInt):
             return size
         expression = symbolic_expression(size)
