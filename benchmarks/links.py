@@ -40,7 +40,7 @@ from benchmarks.link_figures import RANKS, bound_seconds, checks, heats, theory_
 from benchmarks.memory import build_counter
 from benchmarks.namespaces import LinkError, Placement, interface_bytes, linked_hosts, parse_rate, require_hosts
 from benchmarks.report import MB, Report, Row, add_arguments, machine, ratio, table
-from benchmarks.systems import ACCUMULATING, REGIONS, SYSTEMS, System, compute_name, compute_systems, installed
+from benchmarks.systems import ACCUMULATING, FIRST_STEP, SYSTEMS, System, compute_name, compute_systems, installed
 from benchmarks.training import Training, Workload
 from benchmarks.workers import Workers
 from dsgraph.compiler.costs.store import save
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     workload = Workload(world=RANKS).quick() if options.quick else Workload(world=RANKS)
-    systems = {**SYSTEMS, **ACCUMULATING, **REGIONS, **compute_systems(RANKS, compiled=not options.quick)}
+    systems = {**SYSTEMS, **ACCUMULATING, **FIRST_STEP, **compute_systems(RANKS, compiled=not options.quick)}
     names = installed(options.systems, systems)
     report = Report(machine=machine(["deepspeed"]))
     try:
@@ -223,7 +223,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--rates", help=f"comma-separated, as tc writes them; default {','.join(RATES)}")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps")
-    known = [*SYSTEMS, *ACCUMULATING, *REGIONS]
+    known = [*SYSTEMS, *ACCUMULATING, *FIRST_STEP]
     parser.add_argument(
         "--systems", help=f"comma-separated, of: {', '.join(known)}; default {','.join(DEFAULT)}; references are added"
     )

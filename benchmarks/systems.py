@@ -182,7 +182,7 @@ def _dsgraph(
 ) -> Step:
     import dsgraph
 
-    dsgraph.partition(model, stage=stage, regions=blocks)
+    dsgraph.partition(model, stage=stage, blocks=blocks)
     options = {"codegen": codegen, **options}
     return trainer(
         torch.compile(model, backend="dsgraph", options=options),
@@ -214,14 +214,14 @@ def _dsgraph_systems() -> dict[str, System]:
 # for itself dsgraph's keeps parameters as well.
 SPARE_BYTES = 477 * 10**6
 
-# With the blocks of a model compiled once, with each compiled by itself, and block by block by the system that does so.
-REGIONS = {
-    "regions": System(partial(_dsgraph, stage=3, codegen="inductor", blocks="auto"), memory=3),
-    "regions-eager": System(partial(_dsgraph, stage=3, codegen="eager", blocks="auto"), memory=3),
+# With the blocks of a model compiled once, without, and block by block by the system that does so.
+FIRST_STEP = {
+    "blocks": System(partial(_dsgraph, stage=3, codegen="inductor", blocks="auto"), memory=3),
+    "blocks-eager": System(partial(_dsgraph, stage=3, codegen="eager", blocks="auto"), memory=3),
     "flat": System(partial(_dsgraph, stage=3, codegen="inductor"), memory=3),
     "flat-eager": System(partial(_dsgraph, stage=3, codegen="eager"), memory=3),
     "fsdp2-blocks": System(partial(_fsdp2, by_block=True), memory=3, is_peer=True),
-    "regions-0": System(partial(_dsgraph, stage=0, codegen="inductor", blocks="auto"), memory=0),
+    "blocks-0": System(partial(_dsgraph, stage=0, codegen="inductor", blocks="auto"), memory=0),
     "flat-0": System(partial(_dsgraph, stage=0, codegen="inductor"), memory=0),
 }
 

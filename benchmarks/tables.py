@@ -99,7 +99,7 @@ _ENGINE: Columns = {
     "loss": ("loss", ".4f"),
 }
 
-_REGIONS: Columns = {
+_FIRST_STEP: Columns = {
     "layers": ("layers", ""),
     "system": ("system", ""),
     "first step, s": ("first_step_s", ".1f"),
@@ -107,7 +107,7 @@ _REGIONS: Columns = {
     "peak memory per rank, MB": ("peak_mb", ".0f"),
 }
 
-_WARM: Columns = {**_REGIONS, "first step, warm cache, s": ("warm_s", ".1f")}
+_WARM: Columns = {**_FIRST_STEP, "first step, warm cache, s": ("warm_s", ".1f")}
 
 _ACTIVATIONS: Columns = {
     "model": ("model", ""),
@@ -291,8 +291,8 @@ _QUESTIONS: Mapping[str, tuple[str, tuple[str, str, str], tuple[str, str, str]]]
     ),
     "first-step": (
         "How long does the first step take?",
-        ("4 layers, later steps with regions over without", "regions-cpu", "step time, 4 layers"),
-        ('codegen "eager", first step of 96 layers over 4', "regions-cpu", "regions-eager: first step, 96 layers"),
+        ("first step less a step, 24 layers over 4", "first-step-cpu", "blocks: first step less a step, 24 layers"),
+        ("24 layers, first step over that of FSDP2 by blocks", "first-step-cpu", "first step, 24 layers, over FSDP2's"),
     ),
     "memory": (
         "What does a memory limit cost?",
@@ -568,11 +568,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "losses: figures": _figures("losses-cpu"),
     "engine": _rows("engine-cpu", _ENGINE, having="system"),
     "engine: figures": _figures("engine-cpu"),
-    "regions": _rows("regions-cpu", _REGIONS),
-    "regions: figures": _figures("regions-cpu"),
-    "regions: stage 0": _rows("regions-stage0-cpu", _REGIONS),
-    "regions: warm": _rows("regions-warm-cpu", _WARM),
-    "regions: link": _rows("links-regions-cpu", _LINKS),
+    "first step": _rows("first-step-cpu", _FIRST_STEP),
+    "first step: figures": _figures("first-step-cpu"),
     "activations": _rows("activations-cpu", _ACTIVATIONS),
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),

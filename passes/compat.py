@@ -66,7 +66,7 @@ __all__ = [
     "written_inputs",
 ]
 
-# Calls another graph of the module. Inductor makes one function of it, however often it is called.
+# Calls another graph of the module, a region: see `inline_regions`.
 invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 

@@ -618,16 +618,44 @@ OFFLOAD = (
     ),
 )
 
+BLOCKS = (
+    Mutant(
+        *("kept-block-is-trusted", "dsgraph/partitioning/blocks/gather_plan.py", "missing check"),
+        *("GatherPlan._enter", "if block.is_kept:\n            block.release()", ""),
+        killers=("tests/partitioning/blocks/test_gather_plan.py",),
+    ),
+    Mutant(
+        *("next-block-is-not-gathered", "dsgraph/partitioning/blocks/gather_plan.py", "missing step"),
+        *("GatherPlan.begin", "self._start_neighbour(block, -1 if recomputes else 1)", ""),
+        killers=("tests/partitioning/blocks/test_gather_plan.py",),
+    ),
+    Mutant(
+        *("block-stays-after-its-backward", "dsgraph/partitioning/blocks/gather_plan.py", "missing step"),
+        *("GatherPlan._after_backward", "call.graphs -= 1", ""),
+        killers=("tests/partitioning/blocks/test_gather_plan.py",),
+    ),
+    Mutant(
+        *("leaked-block-copy-is-released", "dsgraph/partitioning/blocks/gather_plan.py", "missing step"),
+        *("GatherPlan.run_graph", "for block in blocks:\n            block.keep_for_outputs(outputs)", ""),
+        killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("block-copy-outlives-an-update", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
+        *("BlockCopies.note_step", "self._gathered_from.pop(entry, None)", "pass"),
+        killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+)
+
 COMPILER = (
+    Mutant(
+        *("region-counted-once-more", "passes/ir/inline_regions.py", "missing step"),
+        *("inline_regions", "names += _drop_uncalled(module)", ""),
+        killers=("tests/passes/ir/test_inline_regions.py",),
+    ),
     Mutant(
         *("recorded-sizes-are-not-nodes", "passes/ir/recording.py", "missing step"),
         *("Recording._argument", "self._sizes.node(value) if isinstance(value, torch.SymInt) else value", "value"),
         killers=("tests/passes/parallel/test_lower_slices.py",),
-    ),
-    Mutant(
-        *("region-hands-on-its-arguments", "passes/runner/partitioner.py", "missing step"),
-        *("Partitioner.__call__", "read_arguments_outside(gm)", ""),
-        killers=("tests/distributed/test_captured_regions.py",),
     ),
     Mutant(
         *("sliced-loss-in-16-bits", "inductor_ext/collectives/vocabulary.py", "missing step"),
@@ -635,19 +663,9 @@ COMPILER = (
         killers=("tests/distributed/test_tensor_parallel.py",),
     ),
     Mutant(
-        *("regions-without-our-partitioner", "dsgraph/compiler/codegen.py", "missing check"),
-        *("Compilation._compile_inductor", "and not any(region_calls(gm))", ""),
-        killers=("tests/distributed/test_regions.py",),
-    ),
-    Mutant(
-        *("region-hands-on-views", "passes/regions/saved_arguments.py", "missing check"),
-        *("_views_of_inputs", "None not in aliased_arguments(node)", "node is None"),
-        killers=("tests/passes/regions/test_saved_arguments.py",),
-    ),
-    Mutant(
-        *("region-keeps-its-markers", "passes/regions/captured_regions.py", "missing step"),
-        *("open_regions", "_hoist(gm, body, sites)", ""),
-        killers=("tests/passes/regions/test_captured_regions.py",),
+        *("branch-lowered-as-a-graph", "passes/runner/partitioner.py", "missing check"),
+        *("InferenceLowering.__call__", "is_branch or", ""),
+        killers=("tests/distributed/test_control_flow.py",),
     ),
     Mutant(
         *("sum-added-where-the-shard-is-read", "dsgraph/compiler/captured_sums.py", "missing check"),
@@ -1364,6 +1382,7 @@ MUTANTS = (
     *SHARDING,
     *COLLECTIVES,
     *STEP,
+    *BLOCKS,
     *COMPILER,
     *OFFLOAD,
     *VERIFIER,

@@ -33,7 +33,7 @@ ORDER = {
         ["ir"],
         ["analysis"],
         ["core"],
-        ["verify", "zero", "overlap", "memory", "kernels", "regions"],
+        ["verify", "zero", "overlap", "memory", "kernels"],
         ["parallel"],
         ["runner"],
         ["__init__"],

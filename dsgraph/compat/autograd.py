@@ -32,6 +32,23 @@ def is_compiled_backward(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def compiled_backwards(outputs: Any) -> Iterator[Any]:
+    """Yield the autograd nodes of a compiled graph's backward; a graph may return views of a node's output."""
+    frontier: list[Any] = (
+        [out.grad_fn for out in outputs if isinstance(out, torch.Tensor)] if isinstance(outputs, (list, tuple)) else []
+    )
+    seen: set[Any] = {None}
+    while frontier:
+        node = frontier.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_compiled_backward(node):
+            yield node
+        else:
+            frontier += [following for following, _ in node.next_functions]
+
+
 def accumulates(leaf: Any) -> bool:
     """Return True if the running backward adds to the `.grad` of the leaf with this autograd node."""
     try:

@@ -51,6 +51,8 @@ def _dynamo_output() -> Any:
         return None
 
 
+_CHECKPOINTS = frozenset({"wrap_activation_checkpoint", "tag_activation_checkpoint"})
+
 # Dynamo captures the functions that these operators call; ranks may run them different numbers of times.
 _CONTROL_FLOW = frozenset({"cond", "while_loop", "map", "map_impl", "scan", "associative_scan"})
 
@@ -78,6 +80,33 @@ def leave_control_flow() -> bool:
 def return_to_control_flow() -> bool:
     """Return to the control flow that `leave_control_flow` left."""
     _dynamo_output().tracers.pop()
+    return True
+
+
+@torch.compiler.assume_constant_result
+def may_end_frame(unless_option: str) -> bool:
+    """Return True if a graph that Dynamo captures for dsgraph may end here: it is neither whole nor inside an operator.
+
+    Checkpoints are no obstacle: Dynamo then runs them uncompiled, and captures what they call.
+
+    Args:
+        unless_option: An option of the backend that needs one graph.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = _dynamo_output()
+    if output is None or getattr(output.compiler_fn, "__name__", "") != "dsgraph":
+        return False
+    options = getattr(output.compiler_fn, "kwargs", {}).get("options") or {}
+    if options.get(unless_option) is not None:
+        return False
+    frame, tracer = InstructionTranslator.current_tx(), output.current_tracer
+    if frame.one_graph or frame.error_on_graph_break:
+        return False
+    while tracer.parent is not None:
+        if getattr(tracer.source_target, "__name__", "") not in _CHECKPOINTS:
+            return False
+        tracer = tracer.parent
     return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,32 +26,13 @@ def compile_with_inductor(
     @functools.wraps(compile_fx_inner)
     def compile_tagged(*args: Any, **kwargs: Any) -> Any:
         # The backward may be compiled long after this function is left.
-        with config.patch(cache_key_tag=cache_tag), _without_donations(args[0]):
+        with config.patch(cache_key_tag=cache_tag):
             return compile_fx_inner(*args, **kwargs)
 
     cached = functorch_config.patch(enable_autograd_cache=False) if anew else contextlib.nullcontext()
     with config.patch(cache_key_tag=cache_tag), cached:
         compiled: Any = compile_fx(gm, inputs, inner_compile=compile_tagged, config_patches=patches or None)
     return cast("Callable[..., Any]", compiled)
-
-
-@contextlib.contextmanager
-def _without_donations(gm: GraphModule) -> Iterator[None]:
-    """Keep Inductor from writing over inputs of a backward that calls other graphs.
-
-    It looks up by number which inputs of the backward nobody else reads, and takes the inputs of the called graphs for
-    those of the same numbers (2.13.0, read in `GraphLowering.placeholder`).
-    """
-    context = torch._guards.TracingContext.try_get()
-    known: Any = context.fw_metadata if context is not None else None
-    if known is None or not gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
-        yield
-        return
-    donated, known.bw_donated_idxs = known.bw_donated_idxs, None
-    try:
-        yield
-    finally:
-        known.bw_donated_idxs = donated
 
 
 def compile_with_aot(

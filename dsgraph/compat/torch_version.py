@@ -12,9 +12,6 @@ OLDEST_TORCH = (2, 11)
 
 NEWEST_TORCH = (2, 15)
 
-OLDEST_TORCH_FOR_REGIONS = (2, 13)
-"""Before this release, Dynamo cannot capture blocks that read sharded parameters as regions."""
-
 # One name from each private module without which no graph can be compiled, as `pkgutil.resolve_name` takes it.
 PRIVATE_APIS = (
     "torch._C._distributed_c10d:_register_work",
@@ -76,14 +73,6 @@ def check_torch_version(version: str = torch.__version__, *, needed: Sequence[st
         "that dsgraph uses were found, but their behavior may have changed.",
         stacklevel=2,
     )
-
-
-def why_no_regions(version: str = torch.__version__) -> str:
-    """Return why `partition(regions=...)` is refused with a version of torch; empty if it is not."""
-    if _numbers(version) >= OLDEST_TORCH_FOR_REGIONS:
-        return ""
-    oldest = ".".join(map(str, OLDEST_TORCH_FOR_REGIONS))
-    return f"regions needs torch {oldest} or newer, but torch {version} is installed: leave it out, or update torch"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ from torch.fx import GraphModule
 from dsgraph.compat.dynamo import active_ddp, past_dynamo
 from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.state import PartitionState, partition_states
+from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.ir.inline_regions import inline_regions
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
-from dsgraph.passes.regions.captured_regions import open_regions
 from dsgraph.ranks.agreement import Agreement, Agreements
 from dsgraph.ranks.rank_notes import Intent
 from dsgraph.utils.byte_counts import default_limit_of_device, on_device
@@ -115,15 +116,13 @@ class Backend:
         self, gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, object] | None, mode: str | None
     ) -> Callable[..., Any]:
         refuse_memory_budget()
+        inlined = inline_regions(gm)
         refuse_lost_gradients(gm)
         move_markers_ahead(gm)
         chosen = parse_options(options)
-        regions = open_regions(gm, write_out="" if chosen.memory_limit is None else _PLANS_VALUES)
         choice = next((found for ask in self._choices if (found := ask()) is not None), Usual())
         request = self._request(gm, example_inputs, chosen, mode=mode, choice=choice)
         states = partition_states(request.module) if request.module is not None else []
-        left_out = [line for state in states for line in state.no_regions]
-        request = replace(request, regions=replace(regions, inlined=(*left_out, *regions.inlined)))
         self._warn_of_limit(request, request.limit_gap)
         self._warn_of_read_ahead(request, states)
         watch = Watches([observer.begin(request) for observer in self.observers])
@@ -137,7 +136,8 @@ class Backend:
             request.agreement.confirm("compile different collectives", request.lines)
         compiled = compiler.compile(gm, example_inputs)
         self._warn_of_limit(request, over_limit(request, compiler.outcome))
-        watch.finished(compiler.outcome)
+        inlining = [PassRecord(inline_regions.__name__, Phase.CAPTURE, len(inlined), inlined)] if inlined else []
+        watch.finished(replace(compiler.outcome, passes=(*inlining, *compiler.outcome.passes)))
         for wrap in WRAPPERS:
             compiled = wrap(compiled, request, compiler)
         return compiled
@@ -270,9 +270,6 @@ class Backend:
 def _is_own(error: Exception) -> bool:
     """Return True for an error of one of dsgraph's classes."""
     return type(error).__module__.split(".")[0] == "dsgraph"
-
-
-_PLANS_VALUES = "memory_limit is planned value by value"
 
 
 def _refuse_limit_without_parts(request: CompileRequest) -> None:

@@ -167,6 +167,8 @@ def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
     yield InputRole.SHARD, entry.param
     if entry.gathered_copy is not None:
         yield InputRole.GATHERED_COPY, entry.gathered_copy
+    if entry.block_copy is not None:
+        yield InputRole.GATHERED_COPY, entry.block_copy
     if entry.leaf is not None:  # the copy itself, or, of a parameter that is not split, an alias of the shard
         yield InputRole.SHARD, entry.leaf
     if entry.accumulated_grad is not None:

@@ -24,26 +24,20 @@ from dsgraph.passes import (
     InferenceLowering,
     Partitioner,
     PassContext,
-    PassRecord,
     Phase,
     Pipeline,
     Runner,
 )
 from dsgraph.passes.core.collective_order import collective_lines
-from dsgraph.passes.ir.regions import region_calls
 from dsgraph.passes.kernels.registry import register_kernels
 from dsgraph.passes.memory.fit import Agree, alone
-from dsgraph.passes.regions.captured_regions import CapturedRegions
-from dsgraph.passes.runner.partitioner import is_body, source_hash
+from dsgraph.passes.runner.partitioner import source_hash
 from dsgraph.passes.zero.await_copies import AwaitCopies
 from dsgraph.utils.errors import OptionError
 
 from .capture import normalize_markers
 from .options import BackendOptions, mode_settings
 from .request import CompileOutcome, CompileWatch
-
-REGIONS = "captured_regions"
-"""The name of the report's record of blocks that were captured once."""
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")
@@ -59,8 +53,7 @@ class _Partitioner(Partitioner):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        if not is_body(gm):
-            self._watch.joint(gm)
+        self._watch.joint(gm)
         return super().__call__(gm, joint_inputs, **kwargs)
 
 
@@ -118,13 +111,6 @@ class Compilation:
         peak = self._partitioner.step_peak if self._partitioner is not None else None
         return CompileOutcome(tuple(self._runner.records), self.from_cache, self.unidentified, peak)
 
-    def note_regions(self, found: CapturedRegions) -> None:
-        """Record the regions that the graph came with."""
-        if found.calls or found.inlined:
-            done = tuple(f"{name} is captured once and called {calls} times" for name, calls in found.calls)
-            calls = sum(calls for _, calls in found.calls)
-            self._runner.records.append(PassRecord(REGIONS, Phase.CAPTURE, calls, found.inlined, done))
-
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite and compile `gm`; the result takes the inputs that `gm` takes."""
         normalize_markers(gm)
@@ -146,8 +132,7 @@ class Compilation:
         compile_graph = partial(
             self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None
         )
-        # The partitioner is needed for regions even without passes: see `read_arguments_outside`.
-        if self._runner.pipeline.ends_with_capture and not any(region_calls(gm)):
+        if self._runner.pipeline.ends_with_capture:
             return compile_graph()
         taken = [hook for hook in _HOOKS if hook in patches]
         if taken:

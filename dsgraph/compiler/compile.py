@@ -27,7 +27,7 @@ def compile(model: nn.Module, mesh: DeviceMesh | None = None, stage: int | None 
         model: See `partition`.
         mesh: See `partition`.
         stage: ZeRO stage, see `partition`.
-        **options: Arguments of `partition` (param_dtype, reduce_dtype, keep_whole_below, regions, offload,
+        **options: Arguments of `partition` (param_dtype, reduce_dtype, keep_whole_below, blocks, offload,
             cast_forward_inputs), options of the backend (see `BackendOptions`), and fullgraph, dynamic and mode of
             `torch.compile`.
 

@@ -38,7 +38,6 @@ class Usual:
         made = Compilation(
             request.options, request.facts, request.pipeline, mode=request.mode, watch=watch, agree=agree
         )
-        made.note_regions(request.regions)
         return UsualCompiler(request, made)
 
 

@@ -134,7 +134,10 @@ def is_torchs(file: str) -> bool:
 
 
 def first_sentences(reason: str) -> str:
-    """Return the first line of one of Dynamo's reasons, and its explanation."""
+    """Return the first line of one of Dynamo's reasons, and its explanation; of a disabled function its own reason."""
+    own = re.search(r"wrapped with `torch\.compiler\.disable` \(reason: (?!None\))(.*)\)", reason)
+    if own:
+        return own[1]
     first, _, rest = reason.strip().partition("\n")
     explanation = re.search(r"^\s*Explanation: (.*)$", rest, re.MULTILINE)
     return f"{first}: {explanation[1].strip()}" if explanation else first

@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord, Pipeline
 from dsgraph.passes.ir.user_source import short_path
-from dsgraph.passes.regions.captured_regions import CapturedRegions
 from dsgraph.ranks.agreement import Agreement
 
 from .costs.agreed import DEFAULTS
@@ -41,7 +40,6 @@ class CompileRequest:
         limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty if it can, or if
             none was given.
         communication: Communication of the graph, which ranks compare at each run.
-        regions: Functions that the graph calls for each of several blocks.
         sums: Numbers of the inputs that are accumulated gradients which the graph's markers add.
         input_names: Dynamo's name of each input, derived from its source: "l_input_ids_".
     """
@@ -62,7 +60,6 @@ class CompileRequest:
     input_names: tuple[str, ...] = ()
     limit_gap: str = ""
     communication: Communication = field(default_factory=Communication)
-    regions: CapturedRegions = field(default_factory=CapturedRegions)
 
     @property
     def function(self) -> str:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import GraphModule
 
-from dsgraph.compat.autograd import is_compiled_backward
+from dsgraph.compat.autograd import compiled_backwards
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
@@ -100,7 +99,7 @@ def compare_runs(
         with forward:
             outputs = compiled(*args)
         if trains:
-            for node in _backwards_of(outputs):
+            for node in compiled_backwards(outputs):
                 node.register_prehook(lambda _: before_backward(names))
         return outputs
 
@@ -111,20 +110,3 @@ def compare_runs(
             agreement.confirm(intent("runs the compiled backward", names), waits=True)
 
     return run
-
-
-def _backwards_of(outputs: Any) -> Iterator[Any]:
-    """Yield the autograd nodes of a compiled graph's backward; a graph may return views of a node's output."""
-    frontier: list[Any] = (
-        [out.grad_fn for out in outputs if isinstance(out, Tensor)] if isinstance(outputs, (list, tuple)) else []
-    )
-    seen: set[Any] = {None}
-    while frontier:
-        node = frontier.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_compiled_backward(node):
-            yield node
-        else:
-            frontier += [following for following, _ in node.next_functions]

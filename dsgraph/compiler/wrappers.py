@@ -12,6 +12,7 @@ from torch import Tensor
 from dsgraph.compat.process_groups import group_timeout
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
+from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.eager.full_tensor import FullTensor
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.state import PartitionState, partition_states
@@ -44,6 +45,20 @@ def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphC
         if torch.is_grad_enabled():
             _note_gradients(outputs, partitions)
         return outputs
+
+    return run
+
+
+def gather_blocks(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
+    """Return `compiled`, preceded by the gathers of the repeated blocks whose parameters it reads, if it reads any."""
+    numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_block")]
+    if not numbers:
+        return compiled
+    waits = not compiler.awaits_copies
+
+    def run(*args: Any) -> Any:
+        block: BlockCopies = args[numbers[0]].dsgraph_block
+        return block.plan.run_graph(numbers, compiled, args, waits=waits)
 
     return run
 
@@ -136,6 +151,7 @@ def _batch_inputs(request: CompileRequest) -> list[int]:
 WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], ...] = (
     compare_ranks,
     refresh_copies,
+    gather_blocks,
     watch_added_sums,
     read_full_tensors,
     refuse_replaced,

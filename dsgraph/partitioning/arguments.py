@@ -38,6 +38,6 @@ class PartitionArguments:
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     keep_whole_below: int
-    regions: Literal["auto", "none"] | tuple[str, ...] = "none"
+    blocks: Literal["auto", "none"] | tuple[str, ...] = "none"
     offload: OffloadArguments = OffloadArguments()
     cast_forward_inputs: bool = True

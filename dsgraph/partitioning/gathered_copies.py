@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +57,10 @@ class GatheredCopies:
         self.under_way = [entry.gathered_copy for entry in stale if entry.gathered_copy is not None]
         what = f"{len(stale)} parameters, {stale[0].name!r} first"
         with self.operations.gathering(what, waits=eagerly, outside=None if eagerly else False):
-            start_gathers(stale)
+            start_gathers([(entry, _copy_of(entry)) for entry in stale])
+        for entry in stale:
+            if entry.freshness is Freshness.STALE:
+                torch.autograd.graph.increment_version(_copy_of(entry))
         for entry in stale:
             # With a gradient at hand, an optimizer may still write to the shard in a way that leaves no trace (through
             # `.data`): trust the gathered copy only within an accumulated step, where nothing is updated.
@@ -125,21 +129,18 @@ def new_copy(entry: ParameterState) -> Tensor:
     return gathered_copy
 
 
-def start_gathers(entries: list[ParameterState]) -> None:
-    """Start to fetch gathered copies, in the order of the model's parameters, which is usually that of their use."""
-    gathered_copies = tuple(entry.gathered_copy for entry in entries if entry.gathered_copy is not None)
+def start_gathers(pairs: Sequence[tuple[ParameterState, Tensor]]) -> None:
+    """Start to fetch parameters into gathered copies, in the order of the model's parameters, usually that of use."""
+    gathered_copies = tuple(gathered_copy for _, gathered_copy in pairs)
     # Tensors that autograd saved from a gathered copy stay valid if the copy is only gathered once more.
     with torch.no_grad(), keeping_version(gathered_copies):
         by_group: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for entry in entries:
-            whole, own = _whole_and_own(entry)
+        for entry, gathered_copy in pairs:
+            whole, own = _whole_and_own(entry, gathered_copy)
             own[: entry.rows.shape[0]].copy_(entry.rows)  # so that the shard may be written to while they travel
             by_group.setdefault(entry.spec.group, []).append((own, whole))
         for group, pieces in by_group.items():
             start_gathers_in_place(pieces, Ranks.of(group))
-    for entry, gathered_copy in zip(entries, gathered_copies, strict=True):
-        if entry.freshness is Freshness.STALE:
-            torch.autograd.graph.increment_version(gathered_copy)
 
 
 def were_written(entries: list[ParameterState]) -> bool:
@@ -155,18 +156,21 @@ def were_written(entries: list[ParameterState]) -> bool:
 
 def _differs(entry: ParameterState) -> Tensor:
     """Return whether a shard differs from this rank's rows of its gathered copy, as a bool on its device."""
-    _, own = _whole_and_own(entry)
+    _, own = _whole_and_own(entry, _copy_of(entry))
     shard = entry.rows.detach().to(own.dtype)
     if shard.device.type == "cpu":  # on a GPU the host would wait for each answer
         return torch.tensor(not torch.equal(own[: shard.shape[0]], shard))
     return (own[: shard.shape[0]] != shard).any()
 
 
-def _whole_and_own(entry: ParameterState) -> tuple[Tensor, Tensor]:
+def _whole_and_own(entry: ParameterState, gathered_copy: Tensor) -> tuple[Tensor, Tensor]:
     """Return the memory of a gathered copy with equally many rows of each rank, and this rank's rows of it."""
-    gathered_copy, spec = entry.gathered_copy, entry.spec
-    assert gathered_copy is not None
-    group = resolve_group(spec.group)
+    spec, group = entry.spec, resolve_group(entry.spec.group)
     rows = chunk_rows(spec.shape[0], group.size())
     whole = gathered_copy.detach().as_strided((rows * group.size(), *spec.shape[1:]), gathered_copy.stride())
     return whole, whole[group.rank() * rows :][:rows]
+
+
+def _copy_of(entry: ParameterState) -> Tensor:
+    assert entry.gathered_copy is not None
+    return entry.gathered_copy

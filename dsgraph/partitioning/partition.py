@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,8 @@ from dsgraph.utils.errors import PartitionError
 
 from .additions import Additions, find_additions, part_to_extend
 from .arguments import KEEP_WHOLE_BELOW, PartitionArguments
+from .blocks.block_frames import block_methods, define_blocks
+from .blocks.repeated_blocks import find_blocks, read_blocks
 from .classes import plain_class, swap_classes
 from .eager.replaced_data import forget_memory, refuse_replaced_data
 from .forward_inputs import cast_inputs_of
@@ -26,7 +28,6 @@ from .guards import guard
 from .initialization.buffers import describe_buffer, equalise_buffers, new_buffers
 from .parameter import ParameterState
 from .refusals import SENT_DTYPES, refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
-from .repeated_blocks import find_blocks, read_blocks, region_methods
 from .restore import restored_on_error
 from .rows import broadcast_from_first, local_rows, own_row_count, placements_for
 from .stages import STAGES
@@ -37,7 +38,7 @@ from .transforms.offloaded import give_places, read_offload, refuse_other_device
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _DEFAULTS = PartitionArguments(
-    stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=KEEP_WHOLE_BELOW, regions="none"
+    stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=KEEP_WHOLE_BELOW, blocks="none"
 )
 
 
@@ -49,7 +50,7 @@ def partition(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     keep_whole_below: int | None = None,
-    regions: Literal["auto", "none"] | Sequence[str] | None = None,
+    blocks: Literal["auto", "none"] | Sequence[str] | None = None,
     offload: Mapping[str, Any] | None = None,
     cast_forward_inputs: bool | None = None,
 ) -> ModelT:
@@ -73,9 +74,10 @@ def partition(
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
             always do.
-        regions: The repeated blocks that Dynamo captures once and calls for each: "auto" selects all blocks of a list
-            of modules that have equal classes and parameters, "none" none; a list names lists of modules, such as
-            ["model.layers"]. None: "none".
+        blocks: The repeated blocks that are compiled once, each as a frame of its own: "auto" selects all blocks of a
+            list of modules that have equal classes and parameters, "none" none; a list names lists of modules, such as
+            ["model.layers"]. Stage 3 gathers the next block while one computes. `fullgraph=True` compiles the whole
+            model as one graph all the same. None: "none".
         offload: Tensors to store elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk",
             "folder": "/scratch", "ratio": 0.5}. "optimizer", at every stage: "host" or "disk", the place of the
             optimizer's state; wrap the optimizer with `dsgraph.offload_optimizer`. "parameters", at stage 3: "host" or
@@ -102,7 +104,7 @@ def partition(
         "param_dtype": param_dtype,
         "reduce_dtype": reduce_dtype,
         "keep_whole_below": keep_whole_below,
-        "regions": None if regions is None else read_blocks(regions),
+        "blocks": None if blocks is None else read_blocks(blocks),
         "offload": None if offload is None else read_offload(offload, stage),
         "cast_forward_inputs": cast_forward_inputs,
     }
@@ -126,8 +128,7 @@ def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) 
     with restored_on_error(model):
         entries = _apply(additions, part)
         part.operations.number_among_models()
-        for entry in entries:
-            part.add(entry)
+        _add(entries, part)
     guard(part)
 
 
@@ -139,8 +140,7 @@ def _take_in(model: nn.Module, part: PartitionState | None = None) -> None:
     _refuse(additions)
     resolve_mesh(part.mesh, additions.root)
     with restored_on_error(additions.root):
-        for entry in _apply(additions, part):
-            part.add(entry)
+        _add(_apply(additions, part), part)
 
 
 def _refuse(additions: Additions) -> None:
@@ -156,7 +156,7 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
         The new parameters, which are to be added to the state.
     """
     model = additions.root
-    found = find_blocks(model, part.arguments.regions)
+    blocks = find_blocks(model, part.arguments.blocks)
     table = [
         f"{name}: {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in additions.parameters.items()
     ]
@@ -180,16 +180,21 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
     for entry, param in zip(entries, additions.parameters.values(), strict=True):
         _replace(entry, _shard(param, entry, part.mesh))
     equalise_buffers(model, part)
-    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=found.blocks))
-    part.no_regions = found.left_out
+    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=blocks))
     if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
         cast_inputs_of(model, part.arguments.param_dtype)
     return entries
 
 
+def _add(entries: Iterable[ParameterState], part: PartitionState) -> None:
+    for entry in entries:
+        part.add(entry)
+    define_blocks(part.root, part)
+
+
 def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
     """Return the overrides of a partitioned module."""
-    return {**methods_for(plain_class(module), take_in=_take_in), **region_methods(module, blocks)}
+    return {**methods_for(plain_class(module), take_in=_take_in), **block_methods(module, blocks)}
 
 
 def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:

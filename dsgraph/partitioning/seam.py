@@ -22,7 +22,13 @@ from dsgraph.compat.autograd import (
     outside_transforms,
     without_transforms,
 )
-from dsgraph.compat.dynamo import compiling_backend, leave_control_flow, only_inlined, return_to_control_flow
+from dsgraph.compat.dynamo import (
+    compiling_backend,
+    leave_control_flow,
+    may_end_frame,
+    only_inlined,
+    return_to_control_flow,
+)
 from dsgraph.inductor_ext.collectives.gather_param import SECOND_DERIVATIVES
 from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
@@ -33,6 +39,7 @@ from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
 from .markers import cast_leaf, gather_marker, marker_inputs, marker_options
+from .parameter import ParameterState
 from .stages import ZeroStage
 from .state import held_by
 
@@ -86,7 +93,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
                 accumulated_grad = entry.sum_for_graphs
         if may_replace_reduction and torch.is_grad_enabled():
             reducer = entry.reducer
-        gathered_copy = entry.gathered_copy if reads_copies else None
+        gathered_copy = _copy_for_graph(entry) if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if in_transform():
             options = marker_options(spec, param.dtype, reducer)
@@ -97,6 +104,13 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     only_inlined(read)
     only_inlined(mark)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
+
+
+def _copy_for_graph(entry: ParameterState) -> Tensor | None:
+    """Return the gathered copy that the captured graph reads, if there is one."""
+    if entry.gathered_copy is None and not in_transform() and may_end_frame("memory_limit"):
+        return entry.block_copy
+    return entry.gathered_copy
 
 
 @torch.compiler.assume_constant_result

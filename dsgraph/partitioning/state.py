@@ -17,6 +17,8 @@ from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
 from .arguments import PartitionArguments
+from .blocks.block_copies import BlockCopies
+from .blocks.gather_plan import GatherPlan
 from .gathered_copies import GatheredCopies, new_copy
 from .parameter import Freshness, ParameterState
 from .stages import STAGES, CopyLifetime, ZeroStage
@@ -34,9 +36,9 @@ class PartitionState:
         root: The module that was partitioned: the outermost one, where that was done again.
         guard: Registers the checks of a model for its lifetime; a deep copy must register its own.
         parameters: One entry a parameter, in the order of `named_parameters()`; what was added later comes last.
-        no_regions: Equal blocks that are not captured as regions, and why.
         operations: The operations that its ranks compare.
         copies: Its gathered copies that are under way.
+        plan: Its repeated blocks, and the order in which they are gathered.
         phase: Where the step stands.
         accumulating: True inside `accumulate(model)`. Captured code reads this boolean and the next one.
         gradients_stay_local: True while gradients are added up instead of reduced.
@@ -56,9 +58,9 @@ class PartitionState:
     root: nn.Module
     guard: Callable[[PartitionState], None]
     parameters: list[ParameterState] = field(default_factory=list)
-    no_regions: tuple[str, ...] = ()
     operations: ModelOperations = field(init=False)
     copies: GatheredCopies = field(init=False)
+    plan: GatherPlan = field(init=False)
     phase: StepPhase = StepPhase.IDLE
     accumulating: bool = False
     gradients_stay_local: bool = False
@@ -74,6 +76,7 @@ class PartitionState:
     def __post_init__(self) -> None:
         self.operations = ModelOperations(self.mesh)
         self.copies = GatheredCopies(self.operations)
+        self.plan = GatherPlan(self.operations)
         self.reduces_once = self.zero.reduces_once
 
     @property
@@ -184,6 +187,7 @@ class PartitionState:
         """
         self.operations.updates += 1
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self.plan.note_step(stepped)
         for entry in self.copied():
             if id(entry.param) in stepped:
                 entry.freshness = Freshness.STALE
@@ -202,6 +206,7 @@ class PartitionState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.plan.operations = self.operations
         self.guard(self)
 
 
@@ -213,11 +218,13 @@ class PartitionedModule:
         partition: The model that it is part of.
         parameters: Its parameters, by attribute.
         equal_buffers: Names of its buffers that have the values of the mesh's first rank.
+        block: The gathered copies of its parameters, if it is a repeated block of stage 3.
     """
 
     partition: PartitionState
     parameters: dict[str, ParameterState] = field(default_factory=dict)
     equal_buffers: set[str] = field(default_factory=set)
+    block: BlockCopies | None = None
 
 
 def hold(module: nn.Module, part: PartitionState) -> PartitionedModule:

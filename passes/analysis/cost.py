@@ -29,7 +29,6 @@ from dsgraph.passes.ir.collectives import (
 )
 from dsgraph.passes.ir.graph import aliased_arguments, mutates_arguments
 from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.regions import body_called, is_region_call
 
 from .hardware import TIERS, Device, Link, LinkTable, default_links, device_and_tiers
 from .sizes import Size, expression_of, number_of, size_hints, tensor_bytes
@@ -43,9 +42,6 @@ def flops(node: Node) -> Size:
     By torch's formulas (`torch.utils.flop_counter`), which know matrix products, convolutions and attention; 0 for
     everything else.
     """
-    body = body_called(node) if is_region_call(node) else None
-    if body is not None:
-        return sum(map(flops, body.graph.nodes), 0)
     formula = flop_formula(node.target)
     if node.op != "call_function" or formula is None:
         return 0
@@ -195,9 +191,6 @@ class CostModel:
         """
         if is_collective(node):
             return self._transfer_seconds(node)
-        body = body_called(node) if is_region_call(node) else None
-        if body is not None:
-            return sum(self.seconds(inner) or 0.0 for inner in body.graph.nodes)
         operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
         return self.kernel_seconds(operations, moved, dtype=computed_dtype(node))
 

@@ -21,7 +21,6 @@ from dsgraph.passes.compat import captured_input, storage_id
 from dsgraph.passes.ir.coalesced import collective_behind, inputs_of
 from dsgraph.passes.ir.collectives import collective_of, is_collective
 from dsgraph.passes.ir.graph import aliased_arguments, is_wait
-from dsgraph.passes.ir.regions import body_called, is_region_call
 
 from .fusion import inlined, is_concatenation, writes_over_operands
 from .kernel_scratch import oversized_bytes, scratch_bytes
@@ -90,7 +89,6 @@ class _Table:
 
     def __init__(self, given_roots: Mapping[str, str], *, inlined: Collection[Node], fused: bool) -> None:
         self._fused = fused
-        self._bodies: dict[GraphModule, int] = {}
         self.pieces: list[Piece] = []
         self._inlined = inlined
         self._given_roots = given_roots
@@ -105,22 +103,11 @@ class _Table:
     def place(self, node: Node, number: int) -> None:
         """Assign pieces to a node's results. Nodes come in program order."""
         places = self._places_of(node, number)
-        body = body_called(node) if is_region_call(node) else None
-        inside = scratch_bytes(node, fused=self._fused) if body is None else self._inside(body)
-        if body is not None or inside:
+        inside = scratch_bytes(node, fused=self._fused)
+        if inside:
             self.pieces.append(Piece(f"{node.name}:inside", inside, MemoryKind.OTHER, number, number))
         self._places[node] = places
         self._names[node] = tuple(dict.fromkeys(chain(*places)))
-
-    def _inside(self, body: GraphModule) -> int:
-        """Return the peak bytes inside a region, without its arguments and results."""
-        if body not in self._bodies:
-            memory = simulate(body, owned=[n.name for n in body.graph.find_nodes(op="placeholder")], fused=self._fused)
-            own = [piece for piece in memory.pieces if not piece.owned]
-            returned = sum(piece.bytes for piece in own if piece.kind is MemoryKind.OUTPUT)
-            given = sum(piece.bytes for piece in memory.pieces if piece.owned)
-            self._bodies[body] = max(0, memory.peak - given - returned)
-        return self._bodies[body]
 
     def _places_of(self, node: Node, number: int) -> list[tuple[str, ...]]:
         value = node.meta.get("val")

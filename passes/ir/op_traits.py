@@ -14,8 +14,6 @@ from torch.fx import Node
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.passes.compat import HigherOrderOperator, OpOverload, schema_of
 
-from .regions import body_called, is_region_call
-
 aten = torch.ops.aten
 
 # Namespaces whose schemas are reliable: those of torch and of this package.
@@ -98,8 +96,6 @@ class OpTraits:
 
 def traits(node: Node) -> OpTraits:
     """Return the properties of the op that a node calls; a call of a module or a method may do anything."""
-    if is_region_call(node):
-        return _traits_of_region(node)
     if node.op == "call_function":
         return _traits_of(node.target)
     if node.op in ("call_module", "call_method"):
@@ -179,24 +175,6 @@ def _argument(node: Node, position: int, name: str) -> Any:
 
 _NOTHING = OpTraits(reads=False)
 _UNKNOWN = OpTraits(knowledge="unknown", writes_anything=True)
-
-
-_BODY_TRAITS = "dsgraph_traits"  # in a body's `meta`
-
-
-def _traits_of_region(call: Node) -> OpTraits:
-    """Return the properties of a region: plain computation if all of its ops are, which then writes to no argument."""
-    body = body_called(call)
-    if body is None:
-        return _UNKNOWN
-    if _BODY_TRAITS not in body.meta:
-        computes = all(
-            known.knowledge == "known" and not known.writes and not known.writes_anything
-            for known in map(traits, body.graph.nodes)
-        )
-        body.meta[_BODY_TRAITS] = OpTraits() if computes else _UNKNOWN
-    found: OpTraits = body.meta[_BODY_TRAITS]
-    return found
 
 
 @lru_cache(maxsize=2048)

@@ -32,12 +32,11 @@ from dsgraph.passes.core.graph_pass import source_fingerprint
 from dsgraph.passes.ir.accumulated_grads import write_accumulated_grads
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.collectives import collectives
-from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
+from dsgraph.passes.ir.graph import emit, is_returned, is_wait, replace_and_erase
 from dsgraph.passes.ir.random_calls import evaluate_random_calls
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import TransferPolicy
 from dsgraph.passes.memory.scratch import copy_graph
-from dsgraph.passes.regions.saved_arguments import read_arguments_outside
 
 from .runner import PassRecord, Runner
 
@@ -114,9 +113,6 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Return the forward and the backward graph of a joint graph."""
-        if is_body(gm):  # of a region: AOTAutograd splits it before the graph that calls it
-            return self._split(gm, joint_inputs, **kwargs)
-        read_arguments_outside(gm)
         if write_accumulated_grads(gm):
             gm.recompile()
         budget = self._facts.budget()
@@ -200,25 +196,21 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
 class InferenceLowering(_HeldByReference, CustomGraphPass):
     """The joint and forward passes for a graph without a backward, which no partitioner ever sees.
 
-    Inductor calls it for joint graphs of training as well; those it leaves to the partitioner.
+    Inductor calls it for joint graphs of training as well, which it leaves to the partitioner, and for branches of
+    `torch.cond` and the like, whose inputs are none of the captured graph: passes rewrite them with the outer graph.
     """
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite an inference graph in place."""
         gm = graph.owning_module
         inputs = graph.find_nodes(op="placeholder")
-        if gm is None or any(map(is_tangent, inputs)) or is_body(gm):
+        is_branch = bool(inputs) and all(captured_input(node) is None for node in inputs)
+        if gm is None or is_branch or any(map(is_tangent, inputs)):
             return
         budget = self._facts.budget()
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True, budget=budget))
         self._runner.end()
-
-
-def is_body(gm: GraphModule) -> bool:
-    """Return whether a graph is the body of a region: none of its inputs is one of the captured graph."""
-    inputs = placeholders(gm)
-    return bool(inputs) and all(captured_input(node) is None for node in inputs)
 
 
 def _merge_waits(gm: GraphModule) -> None:

@@ -34,7 +34,7 @@ def test_defaults():
         ),
         ({"zzz": 1}, r"unknown option 'zzz'; known:"),
         ({"zero_stage": 1}, r"unknown option 'zero_stage'; did you mean 'stage' of dsgraph.partition\?"),
-        ({"regions": "auto"}, r"unknown option 'regions': write dsgraph.partition\(model, regions=...\)"),
+        ({"blocks": "auto"}, r"unknown option 'blocks': write dsgraph.partition\(model, blocks=...\)"),
         ({"codegen": "eagr"}, r"option 'codegen' is 'eagr'; did you mean 'eager'\?; it takes 'inductor' or 'eager'"),
         ({"strict": "yes"}, r"option 'strict' is 'yes'"),
         ({"verify": 1}, r"option 'verify' is 1; it takes True or False"),
@@ -117,8 +117,8 @@ def test_compile_refuses_before_it_changes_anything(one_rank):
 
 def test_compile_takes_all_arguments_of_partition(one_rank):
     model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
-    with pytest.raises(dsgraph.PartitionError, match="regions is 'all'"):
-        dsgraph.compile(model, regions="all")
+    with pytest.raises(dsgraph.PartitionError, match="blocks is 'all'"):
+        dsgraph.compile(model, blocks="all")
     with pytest.raises(dsgraph.PartitionError, match="offload"):
         dsgraph.compile(model, offload={"optimiser": "host"})
 

@@ -90,6 +90,19 @@ def test_ranks_that_take_different_branches_train_as_one_process(ranks, make, st
     ranks(2).run(_same_as_one_process, make, stage, codegen, accumulates)
 
 
+def _infers() -> None:
+    plain = Branches()
+    expected = plain(_batch(0, 0))
+    compiled = torch.compile(dsgraph.partition(plain, stage=3, keep_whole_below=0), backend="dsgraph")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(_batch(0, 0)), expected)
+
+
+@pytest.mark.inductor
+def test_fused_kernels_of_branches_infer(ranks):
+    ranks(1).run(_infers)
+
+
 def _stale_in_a_branch() -> None:
     model = dsgraph.partition(Branches(), stage=1, keep_whole_below=0)
     with dsgraph.accumulate(model), pytest.raises(Exception, match="parameter 'weight' is read inside dsgraph"):

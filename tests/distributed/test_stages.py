@@ -45,7 +45,7 @@ def _compare(case: str, bucket_bytes: int | None = None, **how: object) -> None:
 
 
 # What a step depends on. Of micro-batches: how many, and what `accumulate` is told. Of buckets: how many bytes. Of
-# blocks: whether equal ones are regions.
+# blocks: whether equal ones are frames of their own.
 WAYS = {
     "case": sorted(set(CASES) - {"dynamic_gpt", "marked_dynamic_gpt"}),
     "stage": STAGES,

@@ -126,7 +126,7 @@ def test_trains_as_in_one_process(ranks, name):
     ranks(2).run(_train, name)
 
 
-@pytest.mark.full  # test_captured_regions.py has checkpoints inside blocks
+@pytest.mark.full  # test_regions.py has checkpoints inside blocks
 def test_gradient_checkpointing(ranks):
     ranks(2).run(_train, "llama", checkpointing=True)
 

@@ -41,7 +41,7 @@ def compare(
 ) -> None:
     """Losses, gradients and parameters of `steps` steps under dsgraph against one process with everybody's batches.
 
-    With `evaluate`, the losses without gradients as well. `blocks` are the regions of `partition`.
+    With `evaluate`, the losses without gradients as well. `blocks` is an argument of `partition`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = None
@@ -52,7 +52,7 @@ def compare(
     torch.manual_seed(rank)  # the first rank's values count
     sharded = build()
     names = [name for name, _ in sharded.named_parameters()]
-    partitioned = dsgraph.partition(sharded, mesh, stage=stage, keep_whole_below=keep_whole_below, regions=blocks)
+    partitioned = dsgraph.partition(sharded, mesh, stage=stage, keep_whole_below=keep_whole_below, blocks=blocks)
     assert [name for name, _ in partitioned.named_parameters()] == names
     runs = (
         partitioned

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import dsgraph
-from dsgraph.compat.torch_version import why_no_regions
 from tests.gpu.device import ON_CUDA, host_waits, synchronize
 from tests.gpu.models import build
 
@@ -22,7 +21,7 @@ LARGE = {"vocab": 16384, "width": 1024, "heads": 8, "layers": 4}
 CASES: dict[str, dict[str, Any] | None] = {
     "stage 3": {"stage": 3, "param_dtype": torch.bfloat16},
     "stage 1": {"stage": 1, "param_dtype": torch.bfloat16},
-    "stage 3, blocks captured once": {"stage": 3, "param_dtype": torch.bfloat16, "regions": "auto"},
+    "stage 3, blocks captured once": {"stage": 3, "param_dtype": torch.bfloat16, "blocks": "auto"},
     "plain": None,
 }
 
@@ -69,8 +68,6 @@ def kernels_of(step: Callable[[], object]) -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES)
 def test_figures(case, device, fake_ranks, record):
     sizes, how = LARGE if ON_CUDA else SMALL, CASES[case]
-    if how is not None and "regions" in how and why_no_regions():
-        pytest.skip(why_no_regions())
     tokens = torch.randint(0, sizes["vocab"], (2, 4, 1024 if ON_CUDA else 64), device=device)
     model = build(**sizes).to(device)
     started = time.perf_counter()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import dsgraph
-from dsgraph.compat.torch_version import why_no_regions
 from tests.gpu.device import ON_CUDA, error_of, host_waits, synchronize
 from tests.gpu.models import batch, build, build_checkpointed, full, local, train
 
@@ -82,10 +81,9 @@ def test_with_cuda_graphs(stage, device, record):
     assert_trains_as_plain(model, compiled, device, record)
 
 
-@pytest.mark.skipif(bool(why_no_regions()), reason=why_no_regions())
 @pytest.mark.parametrize("codegen", ["inductor", "eager"])
 def test_blocks_that_are_captured_once(codegen, device, record):
-    model = partitioned(device, stage=3, regions="auto")
+    model = partitioned(device, stage=3, blocks="auto")
     assert_trains_as_plain(model, torch.compile(model, backend="dsgraph", options={"codegen": codegen}), device, record)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
-from dsgraph.compat.torch_version import why_no_regions
 from tests.gpu.device import ON_CUDA, error_of, the_device
 from tests.gpu.models import build, full
 
@@ -33,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, host": {"stage": 3, "options": {"activation_offload": "host"}},
     "stage 3, memory limit": {"stage": 3, "options": {"memory_limit": "2GiB"}},
     "stage 3, uneven shards": {"stage": 3, "sizes": {"vocab": 513, "width": 132, "heads": 3}},
-    "stage 3, regions": {"stage": 3, "regions": "auto"},
+    "stage 3, blocks": {"stage": 3, "blocks": "auto"},
 }
 
 
@@ -42,8 +41,6 @@ CASES: dict[str, dict[str, Any]] = {
     [pytest.param(case, marks=pytest.mark.xdist_group(f"ranks{n % WORKERS}")) for n, case in enumerate(CASES)],
 )
 def test_trains_as_one_process(case, two_ranks, record):
-    if "regions" in CASES[case] and why_no_regions():
-        pytest.skip(why_no_regions())
     losses, expected, errors = two_ranks.run(compare, **CASES[case])[0]
     record(losses=losses, expected=expected, worst=errors[0])
     exact = "param_dtype" not in CASES[case]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.engine_config import ProgressiveLayerDropConfig
-from dsgraph.partitioning.repeated_blocks import repeated_blocks
+from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
 from dsgraph.utils.errors import ConfigError, EngineError
 from dsgraph.utils.nearest import nearest
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.inference.quantization.quantize import is_linear
-from dsgraph.partitioning.repeated_blocks import repeated_blocks
+from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
 from dsgraph.ranks.first_rank import print_notes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, is_collective
 from dsgraph.passes.ir.graph import aliased_arguments, fake_value, is_wait
-from dsgraph.passes.ir.regions import is_region_call, name_called
 from dsgraph.passes.ir.transfers import moved_tensor, starts_transfer, tier_of
 from dsgraph.passes.ir.user_source import user_source
 
@@ -63,8 +61,7 @@ class Describer:
     def bodies(self, gm: GraphModule) -> tuple[BodyRecord, ...]:
         """Return the graphs inside a graph."""
         inner = [(name, module) for name, module in gm.named_modules() if name and isinstance(module, GraphModule)]
-        calls = Counter(name_called(node) for node in gm.graph.nodes if is_region_call(node))
-        return tuple(BodyRecord(name, tuple(map(self._alone, body.graph.nodes)), calls[name]) for name, body in inner)
+        return tuple(BodyRecord(name, tuple(map(self._alone, body.graph.nodes))) for name, body in inner)
 
     def _node(self, node: Node, around: _Around) -> NodeRecord:
         """Return the record of a node, with what depends on the graph around it."""

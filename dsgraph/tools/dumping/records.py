@@ -163,17 +163,15 @@ class PieceRecord:
 
 @dataclass(frozen=True, slots=True)
 class BodyRecord:
-    """A graph inside a graph: a region, the body of a checkpoint region or of another higher-order op.
+    """A graph inside a graph: the body of a checkpoint region or of another higher-order op.
 
     Attributes:
         name: Of the module that holds it.
         nodes: In program order.
-        calls: How often the graph calls it, if it is a region; otherwise 0.
     """
 
     name: str
     nodes: tuple[NodeRecord, ...]
-    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +209,6 @@ class GraphRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionRecord:
-    """A region that a graph calls: its name, how many nodes it has, and how often it is called."""
-
-    name: str
-    nodes: int
-    calls: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One pass over one graph, as `compile.json` lists it.
 
@@ -238,7 +227,6 @@ class StepRecord:
         collectives: After it.
         sent: Bytes that a rank sends when the graph runs once.
         peak: Bytes alive at most, inputs included.
-        regions: The regions that it calls.
     """
 
     graph: str
@@ -258,7 +246,6 @@ class StepRecord:
     collectives: int = 0
     sent: int = 0
     peak: int | None = None
-    regions: tuple[RegionRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from .records import BodyRecord, GraphRecord, NodeRecord, ValueRecord
+from .records import GraphRecord, NodeRecord, ValueRecord
 
 _SHORT = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
@@ -30,15 +30,8 @@ def render_graph(record: GraphRecord, nodes: Sequence[NodeRecord] | None = None,
     lines = [paint("comment", headline(record))]
     lines += render_function(record.phase, record.nodes, nodes, render=render, paint=paint)
     for body in record.bodies if nodes is None else ():
-        lines += ["", *render_body(body, render=render, paint=paint)]
+        lines += ["", *render_function(body.name, body.nodes, render=render, paint=paint)]
     return "\n".join(lines) + "\n"
-
-
-def render_body(body: BodyRecord, *, render: Callable[[NodeRecord], str], paint: Paint = plain) -> list[str]:
-    """Return the lines of a graph inside a graph, under one that says how often it is called."""
-    called = f"# a region of {len(body.nodes)} nodes, called {times(body.calls)}"
-    lines = [paint("comment", called)] if body.calls else []
-    return lines + render_function(body.name, body.nodes, render=render, paint=paint)
 
 
 def headline(record: GraphRecord) -> str:
@@ -117,11 +110,6 @@ def bytes_text(size: float | None) -> str:
 
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def times(number: int) -> str:
-    """Return `once`, or `3 times`."""
-    return "once" if number == 1 else f"{number} times"
 
 
 def listed(items: Iterable[str], *, most: int = 3) -> str:

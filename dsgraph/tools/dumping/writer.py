@@ -35,10 +35,9 @@ from .records import (
     GraphRecord,
     NodeRecord,
     ParameterRecord,
-    RegionRecord,
     StepRecord,
 )
-from .render import headline, render_body, render_function, render_node
+from .render import headline, render_function, render_node
 
 LARGEST_GRAPH = 64 * 2**20
 
@@ -198,7 +197,7 @@ class _Texts:
     _texts: dict[int, tuple[NodeRecord, str, str]] = field(default_factory=dict)
 
     def python(self, graph: GraphRecord) -> str:
-        bodies = [render_body(body, render=self._line) for body in graph.bodies]
+        bodies = [render_function(body.name, body.nodes, render=self._line) for body in graph.bodies]
         functions = [render_function(graph.phase, graph.nodes, render=self._line), *bodies]
         return "\n".join([headline(graph), *("\n".join(lines) + "\n" for lines in functions)])
 
@@ -231,7 +230,6 @@ def _step(graph: GraphRecord, record: PassRecord | None) -> StepRecord:
         collectives=len(collectives),
         sent=sum(item.sent or 0 for item in collectives),
         peak=max(graph.live, default=None),
-        regions=tuple(RegionRecord(body.name, len(body.nodes), body.calls) for body in graph.bodies if body.calls),
     )
     return step if record is None else replace(step, **_about(record))
 

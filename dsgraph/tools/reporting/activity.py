@@ -11,6 +11,7 @@ from torch import nn
 
 from dsgraph.compiler.frames import SourceLines, is_torchs
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.passes.ir.user_source import OWN_FOLDER
 
 from .compile_log import CompileEntry, CompileLog
 from .reasons import in_words
@@ -120,7 +121,8 @@ def fallbacks_of(
         for name, count in _eager_reads(states).items()
     ]
     own, callers = _functions_of(model, records), {span for record in records for span in record.capture.running}
-    frames = Counter(frame for frame in log.given_up() if frame.concerns(own, callers))
+    given_up = (frame for frame in log.given_up() if not frame.function.file.startswith(OWN_FOLDER))
+    frames = Counter(frame for frame in given_up if frame.concerns(own, callers))
     for frame, count in frames.items():
         found.append(
             Fallback("function runs uncompiled", frame.function.function, count, str(frame.place), frame.reason)

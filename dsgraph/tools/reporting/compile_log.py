@@ -16,6 +16,7 @@ from dsgraph.compat.compiled import compile_metrics
 from dsgraph.compiler.frames import Capture, SourceLine, SourceLines, first_sentences, guard_of, is_torchs
 from dsgraph.passes import PassRecord
 from dsgraph.passes.analysis.step_memory import PairMemory
+from dsgraph.passes.ir.user_source import OWN_FOLDER
 
 from .measure import Activations, IgnoredTag, LoweredGraph
 
@@ -224,10 +225,11 @@ class CompileLog:
             function = self._function_compiled_as(str(metric.compile_id)) or SourceLine("<unknown>", 0)
             reason += f"; the last guard to fail was {guard_of(metric.recompile_reason or 'unknown')}"
         file, line = metric.fail_user_frame_filename, metric.fail_user_frame_lineno
+        is_users = file and not file.startswith(OWN_FOLDER)
         stack = re.findall(r"Line: (\d+), Name: .+, Filename: (.+)", "\n".join(metric.stack_trace or ()))
         return GivenUp(
             function=function,
-            place=SourceLine(file, line or 0, function.function) if file else function,
+            place=SourceLine(file, line or 0, function.function) if is_users else function,
             kind=str(metric.fail_type),
             reason=reason,
             callers=tuple((file, int(line)) for line, file in stack if not is_torchs(file)),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dsgraph.compat.compiled import unwrap_compiled
+from dsgraph.partitioning.blocks.block_frames import is_block
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import nothing_moved
@@ -114,8 +115,18 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
         cached = sum(record.from_cache for record in records)
         also = f", {cached} of them found in torch's cache" if cached else ""
         parts.append(f"{len(records)} graph{'s' * (len(records) != 1)} compiled{also}")
+    parts += dict.fromkeys(filter(None, (_on_blocks(state, records) for state in states)))
     parts += dict.fromkeys(filter(None, map(nothing_moved, states)))
     return "; ".join(parts)
+
+
+def _on_blocks(state: PartitionState, records: list[CompileEntry]) -> str:
+    blocks = [id(module) for module in state.root.modules() if is_block(module)]
+    if not blocks or not records:
+        return ""
+    if any(record.module in blocks for record in records):
+        return f"{len(blocks)} repeated blocks are graphs of their own"
+    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own"
 
 
 def _parameter(entry: ParameterState, state: PartitionState, *, of: list[PartitionState]) -> Parameter:

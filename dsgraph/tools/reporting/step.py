@@ -9,13 +9,14 @@ from torch import nn
 
 from dsgraph.compat.compiled import compiled_modules
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
+from dsgraph.partitioning.blocks.block_frames import is_block
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import trained_parameters
 from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 
 from .compile_log import CompileEntry
-from .traffic import Traffic, accumulated_traffic, add_up, held_traffic, refresh_traffic, total
+from .traffic import Traffic, accumulated_traffic, add_up, block_traffic, held_traffic, refresh_traffic, total
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     at_step = _newest(training, accumulating=False)
     shared = _sharing(model, at_step)
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
-    parts = _parts(at_step, shared)
+    ahead = _ahead(states)
+    parts = [*_parts(at_step, shared), *ahead]
     if refreshed:
         parts.append(StepPart("gathered copies, fetched after an optimizer step", 1, refreshed))
 
@@ -162,10 +164,15 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     return StepTraffic(
         sent_bytes=_bytes(at_step, parts),
         parts=tuple(parts),
-        accumulated_each_bytes=_bytes(each, _parts(each, _sharing(model, each))) if known else None,
+        accumulated_each_bytes=_bytes(each, [*_parts(each, _sharing(model, each)), *ahead]) if known else None,
         accumulated_once_bytes=total([*once, *refreshed]) if known else None,
         accumulated_reduces_once=keeps_local,
     )
+
+
+def _ahead(states: Sequence[PartitionState]) -> list[StepPart]:
+    gathered = add_up(item for state in states for item in block_traffic(state))
+    return [StepPart("parameters of blocks, gathered ahead", 1, gathered)] if gathered else []
 
 
 def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[CompileEntry]:
@@ -182,7 +189,8 @@ def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[Comp
 
 def _sharing(model: nn.Module, records: Sequence[CompileEntry]) -> dict[int, int]:
     """Record number -> layers that run it: those compiled for themselves that have no graph of their own."""
-    compiled = {id(module): module for module in compiled_modules(model)}
+    blocks = [module for module in model.modules() if is_block(module)]
+    compiled = {id(module): module for module in (*compiled_modules(model), *blocks)}
     own = {record.module for record in records}
     counts = {record.number: 1 for record in records}
     newest = {

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from dsgraph.compiler.codegen import REGIONS
 from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.passes.memory.offload import OffloadActivations
 from dsgraph.tools.dumping.render import bytes_text
@@ -51,7 +50,6 @@ def write_report(report: ReportRecord) -> str:
                 for item in report.fallbacks
             ],
         ),
-        _list("regions", [(f"compile {item.number}", line) for item in report.compiles for line in _regions(item)]),
         _list("activations", [(f"compile {item.number}", line) for item in report.compiles for line in _planned(item)]),
         _list("offloaded", [(f"compile {item.number}", line) for item in report.compiles for line in _offloaded(item)]),
         _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
@@ -71,11 +69,7 @@ def write_report(report: ReportRecord) -> str:
 
 
 def _done(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name not in (REGIONS, PLANNED, _OFFLOADED)]
-
-
-def _regions(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name == REGIONS]
+    return [line for each in item.passes for line in each.done if each.name not in (PLANNED, _OFFLOADED)]
 
 
 def _planned(item: Compile) -> list[str]:

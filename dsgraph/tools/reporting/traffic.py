@@ -86,11 +86,23 @@ def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
 
 
-def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
+def block_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """Return the traffic by which stage 3 gathers repeated blocks for a forward and its backward.
+
+    The last block stays between the two. Without blocks that have run as graphs of their own there is none.
+    """
+    plan = state.plan
+    blocks = [*plan.blocks, *plan.blocks[:-1]] if plan.forwards else []
+    return _gathers(state, (entry for block in blocks for entry in block.entries), "gather of blocks")
+
+
+def _gathers(
+    state: PartitionState, entries: Iterable[ParameterState], kind: str = "refresh of gathered copies"
+) -> tuple[Traffic, ...]:
     axis = shard_axis(state.axes)
     assert axis is not None
     amounts = [entry.copy_bytes // axis.size * (axis.size - 1) for entry in entries]
-    return _over(axis, "refresh of gathered copies", amounts)
+    return _over(axis, kind, amounts)
 
 
 def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:

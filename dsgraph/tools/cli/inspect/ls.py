@@ -8,7 +8,7 @@ from pathlib import Path
 from dsgraph.tools.cli.command import Answer, Command
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.records import CompileRecord
-from dsgraph.tools.dumping.render import bytes_text, times
+from dsgraph.tools.dumping.render import bytes_text
 from dsgraph.utils.json_records import to_json
 
 from .dumps import Dump, add_dump_argument
@@ -39,17 +39,7 @@ def _describe(record: CompileRecord) -> str:
         f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"
     )
     remarks = [f"{step.graph} {note}" for step in record.steps for note in step.notes if note.startswith("refused: ")]
-    return "\n".join([f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}", *_calls(record), *remarks])
-
-
-def _calls(record: CompileRecord) -> list[str]:
-    """Return one line for each region that a graph calls after its last pass."""
-    last = {step.phase: step for step in record.steps}
-    return [
-        f"{step.phase} calls {region.name} ({region.nodes} nodes) {times(region.calls)}"
-        for step in last.values()
-        for region in step.regions
-    ]
+    return "\n".join([f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}", *remarks])
 
 
 def _rows(record: CompileRecord) -> list[list[str]]:

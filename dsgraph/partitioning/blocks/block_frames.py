@@ -1,0 +1,90 @@
+"""The forward of a block as a frame of its own, which Dynamo captures once for all equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsgraph.compat.autograd import in_transform
+from dsgraph.compat.dynamo import may_end_frame
+from dsgraph.partitioning.classes import overrides, plain_class
+from dsgraph.partitioning.state import PartitionState, held_by
+
+from .block_copies import BlockCopies
+
+ITS_OWN_FRAME = "a repeated block is a graph of its own (partition(blocks=...))"
+"""The reason that Dynamo, and with it the report, gives for the end of a graph at a block."""
+
+
+def is_block(module: nn.Module) -> bool:
+    """Return True for a repeated block of a partitioned model."""
+    return "forward" in overrides(module)
+
+
+def block_methods(module: nn.Module, blocks: Collection[nn.Module]) -> Mapping[str, Any]:
+    """Return the overrides by which a module's forward is a frame of its own, if it is one of `blocks`."""
+    if module not in blocks:
+        return {}
+    return {"forward": _as_frame(plain_class(module).forward)}
+
+
+def define_blocks(model: nn.Module, part: PartitionState) -> None:
+    """Give each block of a model of stage 3 the gathered copies of its parameters, in place of earlier ones.
+
+    A parameter that several blocks share belongs to the first; one on disk is read where it is used.
+    """
+    if not part.zero.gathers_each_use:
+        return
+    part.plan.clear()
+    by_owner = {owner: entry for entry in part.parameters for owner in entry.owners}
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        if not is_block(module):
+            continue
+        places = ((inner, attribute) for inner in module.modules() for attribute in inner._parameters)
+        entries = {id(entry): entry for place in places if (entry := by_owner.get(place)) is not None}
+        own = [entry for key, entry in entries.items() if key not in taken and entry.spec.group and not entry.tier]
+        taken.update(map(id, own))
+        copies = BlockCopies(name, part.plan, own)
+        held_by(module).block = copies
+        part.plan.blocks.append(copies)
+
+
+def _as_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def forward_as_frame(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not in_transform() and may_end_frame("memory_limit"):
+            return _run_block(forward, self, args, kwargs)
+        return forward(self, *args, **kwargs)
+
+    return forward_as_frame
+
+
+@torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured
+def _run_block(forward: Callable[..., Any], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        _begin(block)
+        outputs = forward(block, *args, **kwargs)
+    except BaseException:
+        _end(block, failed=True)
+        raise
+    _end(block)
+    return outputs
+
+
+@torch.compiler.disable
+def _begin(block: nn.Module) -> None:
+    held = held_by(block)
+    if held.block is not None:
+        held.partition.plan.begin(held.block)
+
+
+@torch.compiler.disable
+def _end(block: nn.Module, *, failed: bool = False) -> None:
+    held = held_by(block)
+    if held.block is not None:
+        held.partition.plan.end(held.block, failed=failed)

@@ -1,0 +1,225 @@
+"""The plan by which blocks are gathered before they run, and released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgraph.compat.autograd import at_end_of_backward, compiled_backwards, running_backward
+from dsgraph.ranks.model_operations import ModelOperations
+from dsgraph.utils.errors import PartitionError
+
+from .block_copies import BlockCopies
+
+_NONE = -1
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a block in a forward.
+
+    Attributes:
+        graphs: Number of its graphs whose backward is still to come.
+        has_read: True if a graph has read the block's copies.
+    """
+
+    graphs: int = 0
+    has_read: bool = False
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """The copies that a graph reads.
+
+    Attributes:
+        calls: The blocks, each with its call.
+        copies: The copies, which its backward reads as well.
+    """
+
+    calls: dict[BlockCopies, _Call]
+    copies: tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
+class GatherPlan:
+    """The order of a model's blocks in the last forward, by which the next block is gathered while one computes.
+
+    The order is a prediction. A block that was not predicted is gathered when it runs; what nobody used is released at
+    the end of the backward, or before the block's next run.
+
+    Attributes:
+        operations: The model's operations, which ranks compare.
+        blocks: All blocks.
+        forwards: Number of forwards so far.
+    """
+
+    operations: ModelOperations
+    blocks: list[BlockCopies] = field(default_factory=list)
+    forwards: int = 0
+    _order: dict[BlockCopies, int] = field(default_factory=dict)
+    _seen: list[BlockCopies] = field(default_factory=list)
+    _calls: list[tuple[BlockCopies, _Call]] = field(default_factory=list)
+    _backward: int = _NONE
+
+    def begin(self, block: BlockCopies) -> None:
+        """Gather a block's copies before its forward, and start to gather the next block's. `end` follows always."""
+        self._calls.append((block, _Call()))
+        block.running += 1
+        recomputes = running_backward() != _NONE
+        if recomputes:
+            self._enter_backward()
+        else:
+            self._enter(block)
+        if block.is_read:
+            block.start()
+            self._start_neighbour(block, -1 if recomputes else 1)
+
+    def end(self, block: BlockCopies, *, failed: bool = False) -> None:
+        """Release a block's copies after its forward, unless the backward begins with them."""
+        _, call = self._calls.pop()
+        block.running -= 1
+        if running_backward() != _NONE:  # a recomputation, which a checkpoint may end by an exception
+            return
+        if failed:
+            self._abandon()
+            return
+        block.is_read = call.has_read
+        if not block.running:
+            block.is_kept = call.graphs > 0 and self._is_last(block)
+            if not block.is_kept:
+                block.release()
+
+    def run_graph(
+        self, numbers: Sequence[int], compiled: Callable[..., Any], args: Sequence[Any], *, waits: bool
+    ) -> Any:
+        """Call a compiled graph that reads copies of blocks; its backward finds them gathered again.
+
+        Args:
+            numbers: Numbers of the inputs that are such copies.
+            compiled: The compiled graph.
+            args: Its inputs.
+            waits: True unless the graph waits for each copy itself.
+        """
+        given, entries = list(args), [args[number].dsgraph_entry for number in numbers]
+        blocks: list[BlockCopies] = list(dict.fromkeys(args[number].dsgraph_block for number in numbers))
+        for block in blocks:
+            block.start()
+            if waits:
+                block.wait()
+        for number, entry in zip(numbers, entries, strict=True):
+            given[number] = entry.block_copy  # a new one, if the parameter was converted
+        outputs = compiled(*given)
+        for block in blocks:
+            block.keep_for_outputs(outputs)
+        for block, call in self._calls:
+            call.has_read |= block in blocks
+        if torch.is_grad_enabled():
+            self._watch_backward(blocks, tuple(given[number] for number in numbers), outputs)
+        for block in blocks:
+            if not block.running and running_backward() == _NONE:
+                block.release()
+        return outputs
+
+    def note_step(self, stepped: Collection[int]) -> None:
+        """Note that an optimizer has stepped on the parameters with these ids."""
+        for block in self.blocks:
+            block.note_step(stepped)
+
+    def clear(self) -> None:
+        """Remove all blocks, which are about to be defined again."""
+        for block in self.blocks:
+            block.abandon()
+            block.forget()
+        self.blocks, self._order, self._seen = [], {}, []
+
+    def _enter(self, block: BlockCopies) -> None:
+        """Note that a forward has come to a block."""
+        if self._backward != _NONE:
+            self._abandon()  # the backward raised an error
+        if self._seen == [block]:  # the forward before this one may have ended after its first block
+            self.forwards += 1
+        elif block in self._seen[:-1]:
+            self._next_forward()
+        if block not in self._seen:
+            self._seen.append(block)
+        if block.is_kept:
+            block.release()
+
+    def _watch_backward(self, blocks: Sequence[BlockCopies], copies: tuple[Tensor, ...], outputs: Any) -> None:
+        running = {block: call for block, call in self._calls if block in blocks}
+        for node in compiled_backwards(outputs):
+            reads = _Reads({block: running.get(block) or _Call() for block in blocks}, copies)
+            for call in reads.calls.values():
+                call.graphs += 1
+            node.register_prehook(lambda _, reads=reads: self._before_backward(reads))
+            node.register_hook(lambda *_, reads=reads: self._after_backward(reads))
+
+    def _before_backward(self, reads: _Reads) -> None:
+        self._enter_backward()
+        for block in reads.calls:
+            block.start()
+        for block in reads.calls:
+            self._start_neighbour(block, -1)
+            block.wait()
+        for copy in reads.copies:  # to read released memory would end the process
+            if not copy.untyped_storage().nbytes():
+                name = copy.dsgraph_entry.name  # type: ignore[attr-defined]
+                raise PartitionError(
+                    f"the backward reads parameter {name!r} as it was before it was converted (dtype or device), and "
+                    "its memory was released: convert the model before the forward"
+                )
+
+    def _after_backward(self, reads: _Reads) -> None:
+        for block, call in reads.calls.items():
+            call.graphs -= 1
+            if call.graphs <= 0 and not block.running:
+                block.release()
+
+    def _enter_backward(self) -> None:
+        if self._backward == _NONE:
+            self._note_order()
+            self._backward = running_backward()
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward = _NONE
+        self._next_forward()
+        for block in self.blocks:
+            if not block.running:
+                block.release()
+
+    def _abandon(self) -> None:
+        """Release everything after an error in a forward or backward."""
+        self._backward = _NONE
+        self._next_forward()
+        for block in self.blocks:
+            if not block.running:
+                block.abandon()
+
+    def _next_forward(self) -> None:
+        self._note_order()
+        self.forwards += 1
+
+    def _note_order(self) -> None:
+        if self._seen:
+            self._order = {block: number for number, block in enumerate(self._seen)}
+            self._seen = []
+
+    def _start_neighbour(self, block: BlockCopies, step: int) -> None:
+        number = self._order.get(block)
+        if number is None or not 0 <= number + step < len(self._order):
+            return
+        neighbour = list(self._order)[number + step]
+        if neighbour.is_read and not neighbour.running:
+            neighbour.start()
+
+    def _is_last(self, block: BlockCopies) -> bool:
+        return self._order.get(block) == len(self._order) - 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        idle: dict[str, Any] = {"_order": {}, "_seen": [], "_calls": [], "forwards": 0, "_backward": _NONE}
+        return {**self.__dict__, **idle}

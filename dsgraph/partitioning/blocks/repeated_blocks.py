@@ -1,0 +1,86 @@
+"""Repeated blocks of a model: equal modules of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Literal
+
+from torch import nn
+
+from dsgraph.partitioning.classes import overrides, plain_class
+from dsgraph.utils.errors import PartitionError
+from dsgraph.utils.nearest import nearest
+
+Blocks = Literal["auto", "none"] | tuple[str, ...]
+"""Selection of the lists of modules that hold blocks: all lists of equal modules, none, or those of these names."""
+
+
+def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
+    """Find the modules whose forwards are frames of their own.
+
+    Args:
+        model: The model that is about to be partitioned; blocks of earlier calls stay blocks.
+        chosen: The argument `blocks` of `partition`.
+
+    Raises:
+        PartitionError: A name is not that of a list with two equal blocks, and the model has no blocks yet.
+    """
+    if chosen == "none":
+        return frozenset()
+    known = {module for module in model.modules() if "forward" in overrides(module)}
+    found = dict(repeated_blocks(model))
+    names = list(found) if chosen == "auto" else chosen
+    for name in names:
+        if name not in found and not known:
+            raise PartitionError(
+                f"blocks names {name!r}, which is no list of equal blocks{nearest(name, list(found))}; there are "
+                f"{', '.join(found) or 'none'}"
+            )
+    equal = (block for name in names for block in found.get(name, {}).values())
+    # A forward that was put in place of the class's is the user's.
+    return frozenset(known.union(block for block in equal if "forward" not in block.__dict__))
+
+
+def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
+    """Yield the outermost lists of modules, with those of their modules, by name, that have an equal in the list."""
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        structures: dict[Hashable, dict[str, nn.Module]] = {}
+        for key, block in module.named_children():
+            structures.setdefault(_structure(block), {})[key] = block
+        blocks = {key: block for same in structures.values() if len(same) > 1 for key, block in same.items()}
+        blocks = {key: block for key, block in blocks.items() if _computes(block)}
+        if blocks:
+            yield name, blocks
+            inside = f"{name}."
+
+
+def _computes(block: nn.Module) -> bool:
+    """Return whether a block is large enough: torch's own modules of one operation are too small."""
+    return not type(block).__module__.startswith("torch.") or any(True for _ in block.children())
+
+
+def _structure(block: nn.Module) -> Hashable:
+    parts = tuple((name, plain_class(module)) for name, module in block.named_modules())
+    parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    buffers = tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in block.named_buffers())
+    return parts, parameters, buffers
+
+
+def read_blocks(value: object) -> Blocks:
+    """Check the argument `blocks` of `partition`.
+
+    Raises:
+        PartitionError: The value is not supported.
+    """
+    if value in ("auto", "none"):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise PartitionError(
+        f"blocks is {value!r}; it takes 'auto', 'none' or a list of names of module lists, such as ['model.layers']"
+    )

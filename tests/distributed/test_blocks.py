@@ -1,0 +1,431 @@
+"""`partition(blocks=...)`: blocks that are frames of their own compute what one graph of all blocks computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import dsgraph
+from dsgraph.partitioning.state import partition_states
+from tests.distributed.test_transformers import DECODER, ENCODER, VOCAB
+from tests.distributed.training import full
+
+pytestmark = pytest.mark.distributed
+
+_WIDTH, _BLOCKS = 16, 4
+
+
+class _Block(nn.Module):
+    """A block with everything that a frame may contain.
+
+    Attributes:
+        ways: Names of what it does besides.
+        leaked: A parameter that it has left.
+    """
+
+    leaked: Tensor | None = None
+
+    def __init__(self, ways: set[str]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 40), nn.Linear(40, _WIDTH)
+        self.statistics = nn.BatchNorm1d(_WIDTH)
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.gelu(self.up(self.norm(x)))
+        if "break" in self.ways:
+            torch._dynamo.graph_break()
+        if "eager" in self.ways:
+            h = h + self._eagerly(x)
+        if "statistics" in self.ways:
+            h = h + self.statistics(x.flatten(0, 1)).sum()
+        if "dropout" in self.ways:
+            h = functional.dropout(h, 0.3, training=self.training)
+        if "leak" in self.ways:
+            self.leaked = self.up.weight.T[1:]
+        if "checkpoint inside" in self.ways:
+            return x + checkpoint(self.down, h, use_reentrant=False)
+        return x + self.down(h)
+
+    @torch.compiler.disable
+    def _eagerly(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+class _Model(nn.Module):
+    """A model of blocks.
+
+    Attributes:
+        ways: Names of what its forward does; the test changes them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: set[str] = set()
+        self.embedding = nn.Embedding(64, _WIDTH)
+        self.blocks = nn.ModuleList(_Block(self.ways) for _ in range(_BLOCKS))
+        self.head = nn.Linear(_WIDTH, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number == 1 and "skip" in self.ways:
+                continue
+            if number == 2 and "fail" in self.ways:
+                raise ValueError("in the forward")
+            for reentrant in (True, False):
+                if f"checkpoint {reentrant}" in self.ways:
+                    x = checkpoint(block, x, use_reentrant=reentrant)
+                    break
+            else:
+                x = block(x)
+            if number == 1 and "twice" in self.ways:
+                x = block(x)
+            if number == 2 and "fail in backward" in self.ways:
+                x.register_hook(_fail)
+        if "tied" in self.ways:
+            x = functional.linear(x, self.blocks[0].down.weight.T)[..., :_WIDTH] + x
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def _fail(_: Tensor) -> None:
+    raise ValueError("in the backward")
+
+
+class _Run:
+    """A model in training, and the numbers that it gives."""
+
+    def __init__(self, blocks: str, **how: Any) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model = dsgraph.partition(_Model(), stage=3, keep_whole_below=20, blocks=blocks, **how)
+        self.compiled = torch.compile(self.model, backend="dsgraph", options={"codegen": "eager"})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.numbers: list[Tensor] = []
+        self.steps = 0
+
+    def loss(self) -> Tensor:
+        self.steps += 1
+        draw = torch.Generator().manual_seed(100 * self.steps + dist.get_rank())
+        loss: Tensor = self.compiled(torch.randint(0, 64, (3, 8), generator=draw))
+        self.numbers.append(loss.detach())
+        return loss
+
+    def update(self) -> None:
+        self.numbers += [full(param.grad) for param in self.model.parameters() if param.grad is not None]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, *ways: str, steps: int = 2) -> None:
+        self.model.ways.update(ways)
+        for _ in range(steps):
+            self.loss().backward()
+            self.update()
+        self.model.ways.clear()
+
+    def fail(self, way: str) -> None:
+        self.model.ways.add(way)
+        with suppress(ValueError):
+            self.loss().backward()
+        self.model.ways.clear()
+        self.optimizer.zero_grad()
+
+
+def _trains(*ways: str) -> Callable[[_Run], None]:
+    return lambda run: run.train(*ways, steps=3)
+
+
+def _evaluates(run: _Run) -> None:
+    run.train()
+    for _ in range(2):
+        with torch.no_grad():
+            run.loss()
+        run.loss()  # without a backward
+        with torch.inference_mode():
+            run.loss()
+        run.train(steps=1)
+
+
+def _writes(run: _Run) -> None:
+    """Writes that leave no trace, between forwards without a backward."""
+    run.train()
+    for _ in range(3):
+        run.loss()
+        for param in run.model.parameters():
+            param.data.mul_(0.5)
+    run.train()
+
+
+def _changes_order(run: _Run) -> None:
+    for way in ("", "skip", "twice", "skip", ""):
+        run.train(way, steps=1)
+
+
+def _fails(run: _Run) -> None:
+    for way in ("fail", "fail in backward", "fail"):
+        run.train()
+        run.fail(way)
+    run.train()
+
+
+def _two_forwards(run: _Run) -> None:
+    for _ in range(3):
+        (run.loss() + run.loss()).backward()
+        run.update()
+
+
+def _backward_of_an_older_forward(run: _Run) -> None:
+    for _ in range(2):
+        first = run.loss()
+        run.loss().backward()
+        first.backward()
+        run.update()
+
+
+def _accumulates(run: _Run) -> None:
+    for _ in range(2):
+        with dsgraph.accumulate(run.model):
+            run.loss().backward()
+        run.loss().backward()
+        run.update()
+
+
+def _reads_outside(run: _Run) -> None:
+    run.train()
+    with torch.no_grad():
+        run.numbers.append(run.model.blocks[1].up.weight.abs().sum())
+    run.train()
+    run.numbers.append(run.model.blocks[2].up.weight.abs().sum().detach())
+    run.train()
+
+
+def _keeps_what_leaks(run: _Run) -> None:
+    for _ in range(3):
+        run.train("leak")
+        run.numbers += [block.leaked.detach().clone() for block in run.model.blocks]
+
+
+def _reads_in_hooks(run: _Run) -> None:
+    def note(linear: nn.Module, *_: Any) -> None:
+        run.numbers.append(linear.weight.detach().sum())
+
+    for block in run.model.blocks:
+        block.register_forward_hook(lambda module, *_: note(module.up))
+        block.register_full_backward_hook(lambda module, *_: note(module.down))
+        block.up.register_forward_hook(note)
+    run.train()
+
+
+def _freezes(run: _Run) -> None:
+    run.train()
+    run.model.blocks[2].requires_grad_(False)
+    run.train()
+    run.model.blocks[2].requires_grad_(True)
+    run.train()
+
+
+def _copies(run: _Run) -> None:
+    run.train()
+    run.model = copy.deepcopy(run.model)
+    run.compiled = torch.compile(run.model, backend="dsgraph", options={"codegen": "eager"})
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    run.train()
+
+
+def _converts(run: _Run) -> None:
+    run.model.to(torch.float64)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    run.train()
+
+
+def _used(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (param for name, param in model.named_parameters() if "statistics" not in name)
+
+
+def _differentiates(run: _Run) -> None:
+    for _ in range(2):
+        run.numbers += torch.autograd.grad(run.loss(), list(run.model.blocks[1].up.parameters()))
+        run.numbers += torch.autograd.grad(run.loss(), list(_used(run.model)))
+        run.train()
+
+
+def _loads(run: _Run) -> None:
+    state = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.train()
+    run.loss()
+    run.model.load_state_dict(state)
+    run.train()
+
+
+WAYS: dict[str, Callable[[_Run], None]] = {
+    "plain": _trains(),
+    **{way: _trains(way) for way in ("break", "eager", "statistics", "twice", "skip", "tied", "checkpoint inside")},
+    "checkpoint": _trains("checkpoint False"),
+    "reentrant checkpoint": _trains("checkpoint True"),
+    "checkpoint with a break": _trains("checkpoint False", "break"),
+    "evaluates": _evaluates,
+    "writes": _writes,
+    "changes order": _changes_order,
+    "fails": _fails,
+    "two forwards": _two_forwards,
+    "an older forward": _backward_of_an_older_forward,
+    "accumulates": _accumulates,
+    "reads outside": _reads_outside,
+    "leaks": _keeps_what_leaks,
+    "hooks": _reads_in_hooks,
+    "freezes": _freezes,
+    "copies": _copies,
+    "converts": _converts,
+    "differentiates": _differentiates,
+    "loads": _loads,
+}
+
+
+def _compare(way: str) -> None:
+    found = []
+    for blocks in ("none", "auto"):
+        run = _Run(blocks)
+        WAYS[way](run)
+        found.append([value.full_tensor() if hasattr(value, "full_tensor") else value for value in run.numbers])
+    (state,) = partition_states(run.model)
+    assert [len(block.entries) for block in state.plan.blocks] == [3] * _BLOCKS
+    assert not any(block.is_present for block in state.plan.blocks), "nothing is left after a step"
+    assert len(found[0]) == len(found[1]) > 2
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_what_one_graph_gives(ranks, way):
+    ranks(2).run(_compare, way)
+
+
+class _Drop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(x * self.scale, 0.5)
+
+
+def _draw(codegen: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Drop() for _ in range(5)))
+    dsgraph.partition(model, stage=3, keep_whole_below=12, blocks="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    x = torch.ones(256, 64)
+    first = compiled(x)
+    first.sum().backward()
+    kept = (first != 0).float().mean().item()
+    assert 0.5**6 < kept < 0.5**4, "blocks draw numbers of their own"
+    for block in model:
+        torch.testing.assert_close(full(block._parameters["scale"].grad), first.detach().sum(0))
+    assert not torch.equal(compiled(x) != 0, first != 0), "and others the next time"
+
+
+@pytest.mark.parametrize("codegen", ("eager", pytest.param("inductor", marks=[pytest.mark.inductor])))
+def test_each_block_draws_its_own_numbers(ranks, codegen):
+    ranks(1).run(_draw, codegen)
+
+
+def _status(stage: int, *, fullgraph: bool = False, **options: Any) -> tuple[int, str]:
+    torch._dynamo.reset()
+    model = dsgraph.partition(_Model(), stage=stage, keep_whole_below=20, blocks="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", **options}, fullgraph=fullgraph)
+    for _ in range(2):
+        compiled(torch.zeros(2, 8, dtype=torch.long)).backward()
+    report = dsgraph.report(compiled)
+    of_blocks = [item for item in report.compiles if "_Block" in item.function]
+    return len(of_blocks), report.status
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_blocks_are_compiled_once_and_the_report_says_so(fake_ranks, stage):
+    compiles, status = _status(stage, strict=True)
+    assert compiles == 1
+    assert f"{_BLOCKS} repeated blocks are graphs of their own" in status
+
+
+@pytest.mark.parametrize("how", ({"fullgraph": True}, {"memory_limit": "1GB"}))
+def test_what_needs_one_graph_gets_one(fake_ranks, how):
+    compiles, status = _status(3, **how)
+    assert compiles == 0
+    assert f"{_BLOCKS} repeated blocks were not compiled as graphs of their own" in status
+
+
+def _traffic(blocks: str) -> int:
+    torch._dynamo.reset()
+    model = dsgraph.partition(nn.Sequential(*(_Drops(64) for _ in range(3))), keep_whole_below=0, blocks=blocks)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    for _ in range(2):
+        compiled(torch.ones(4, 64)).sum().backward()
+    sent = dsgraph.report(compiled).step.sent_bytes
+    assert sent is not None
+    return sent
+
+
+class _Drops(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(self.linear(x))
+
+
+def test_gathers_between_graphs_are_reported_with_those_inside(fake_ranks):
+    assert _traffic("auto") == _traffic("none")
+
+
+def _family(name: str) -> None:
+    import transformers as tf
+
+    decoder, encoder = {**DECODER, "num_hidden_layers": 3}, {**ENCODER, "num_hidden_layers": 3}
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0}
+    none = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    builds: dict[str, Callable[[], nn.Module]] = {
+        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**decoder)),
+        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**decoder, head_dim=8)),
+        "mixtral": lambda: tf.MixtralForCausalLM(
+            tf.MixtralConfig(**decoder, num_local_experts=4, num_experts_per_tok=2)
+        ),
+        "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**decoder, head_dim=8)),
+        "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=2, **none)),
+        "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(vocab_size=VOCAB, **encoder)),
+        "t5": lambda: tf.T5ForConditionalGeneration(
+            tf.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, pad_token_id=0, **t5)
+        ),
+        "vit": lambda: tf.ViTForImageClassification(tf.ViTConfig(**encoder, image_size=16, patch_size=8, num_labels=5)),
+    }
+    ids = torch.randint(1, VOCAB, (2, 8))
+    images = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randint(0, 5, (2,))}
+    batch = images if name == "vit" else {"input_ids": ids, "labels": ids}
+    found = []
+    for blocks in ("none", "auto"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = dsgraph.partition(builds[name](), stage=3, keep_whole_below=0, blocks=blocks)
+        compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+        for _ in range(2):
+            compiled(**batch).loss.backward()
+        found.append([full(param.grad) for param in model.parameters() if param.grad is not None])
+    assert "repeated blocks are graphs of their own" in dsgraph.report(compiled).status
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ("llama", "qwen3", "mixtral", "gemma", "gpt2", "bert", "t5", "vit"))
+def test_blocks_of_transformers(ranks, name):
+    pytest.importorskip("transformers")
+    ranks(2).run(_family, name)

@@ -1,0 +1,61 @@
+"""Regions under Inductor: blocks that are captured once compute what each computes by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from examples.gpt import GPT, GPTConfig
+from tests.distributed.training import compare
+from tests.models import VOCAB, tokens, tokens_of_any_length
+
+pytestmark = [pytest.mark.distributed, pytest.mark.inductor]
+
+DEEP = GPTConfig(vocab=VOCAB, width=16, heads=2, layers=4)
+
+
+class _Checkpointed(GPT):
+    def __init__(self) -> None:
+        super().__init__(DEEP)
+        for block in self.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _frozen() -> nn.Module:
+    model = GPT(DEEP)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+BUILDS = {
+    "gpt": lambda: GPT(DEEP),
+    "tied": lambda: GPT(GPTConfig(vocab=VOCAB, width=16, heads=2, layers=4, tie=True)),
+    "frozen": _frozen,
+    "checkpointed": _Checkpointed,
+    "any_length": lambda: GPT(DEEP),
+}
+
+
+def _compare(case: str, **how: object) -> None:
+    compare(
+        BUILDS[case],
+        tokens_of_any_length if case == "any_length" else tokens,
+        codegen="inductor",
+        **how,
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), ((0, 2), pytest.param(3, 1, marks=pytest.mark.full)))
+def test_blocks_that_share_their_code_learn_as_one_process_does(ranks, stage, micro_batches):
+    ranks(1).run(_compare, "gpt", stage=stage, micro_batches=micro_batches, steps=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", sorted(BUILDS))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("micro_batches", (1, 2))
+def test_every_stage_and_kind_of_model(ranks, case, stage, micro_batches):
+    ranks(2).run(_compare, case, stage=stage, micro_batches=micro_batches)

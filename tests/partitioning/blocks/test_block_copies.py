@@ -1,0 +1,139 @@
+"""The memory and the values of the gathered copies of blocks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsgraph
+from dsgraph.partitioning.blocks.block_copies import BlockCopies
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.state import partition_states
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.linear(x))
+
+
+class _Leaking(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.leaked = self.linear.weight.T
+        return super().forward(x)
+
+
+def _model() -> tuple[nn.Module, list[BlockCopies]]:
+    torch._dynamo.reset()
+    model = dsgraph.partition(nn.Sequential(_Block(), _Block(), _Block()), keep_whole_below=0, blocks="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    return compiled, partition_states(model)[0].plan.blocks
+
+
+def _bytes(block: BlockCopies) -> list[int]:
+    return [entry.block_copy.untyped_storage().nbytes() for entry in block.entries if entry.block_copy is not None]
+
+
+def test_only_the_last_block_has_memory_between_forward_and_backward():
+    model, blocks = _model()
+    for _ in range(2):
+        loss = model(torch.ones(2, 8)).sum()
+        held = [_bytes(block) for block in blocks]
+        loss.backward()
+    assert held == [[0, 0], [0, 0], [8 * 8 * 4, 8 * 4]]
+    assert [_bytes(block) for block in blocks] == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("fused", (True, False))
+def test_an_update_between_forward_and_backward_is_the_error_of_one_process(fused):
+    model, _ = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    model(torch.ones(2, 8)).sum().backward()
+    late = model(torch.ones(2, 8)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.inductor  # whose graphs return the memory of an input
+def test_a_result_of_a_graph_keeps_the_memory_that_it_shares():
+    model = dsgraph.partition(nn.Sequential(_Leaking(), _Leaking()), keep_whole_below=0, blocks="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "inductor"})
+    for _ in range(2):
+        compiled(torch.ones(2, 8)).sum().backward()
+        held = [block.leaked.untyped_storage().nbytes() for block in model]
+        assert held == [8 * 8 * 4] * 2
+        for block in model:
+            assert torch.equal(block.leaked.T, block.linear._parameters["weight"].to_local())
+
+
+@pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad))
+def test_a_model_that_was_evaluated_first_can_be_trained(mode):
+    model, _ = _model()
+    with mode():
+        model(torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_a_step_on_parameters_that_a_backward_does_not_read_is_allowed():
+    model, blocks = _model()
+    optimizer = torch.optim.AdamW(model._orig_mod[0].parameters(), fused=True)
+    model(torch.ones(2, 8)).sum().backward()
+    late = model(torch.ones(2, 8)).sum()
+    assert blocks[2].is_present
+    optimizer.step()  # the input of the first block needs no gradient, so that its weight is not read
+    late.backward()
+
+
+def test_without_memory_nothing_is_present(monkeypatch):
+    model, blocks = _model()
+    model(torch.ones(2, 8)).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(ParameterState, "copy_bytes", property(_no_memory))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(torch.ones(2, 8))
+    assert not any(block.is_present for block in blocks)
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def _no_memory(_: ParameterState) -> int:
+    raise RuntimeError("out of memory")
+
+
+def test_a_layer_that_was_replaced_is_gathered_with_its_block():
+    model, _ = _model()
+    plain = model._orig_mod
+    model(torch.ones(2, 8)).sum().backward()
+    plain[1].linear = nn.Linear(8, 8)
+    dsgraph.partition(plain)
+    model(torch.ones(2, 8)).sum().backward()
+    blocks = partition_states(plain)[0].plan.blocks
+    assert [[entry.name for entry in block.entries] for block in blocks] == [
+        [f"{number}.linear.weight", f"{number}.linear.bias"] for number in range(3)
+    ]
+    assert plain[1].linear.weight.grad is not None
+
+
+def test_a_deep_copy_has_one_record_of_operations():
+    model, _ = _model()
+    model(torch.ones(2, 8)).sum().backward()
+    (state,) = partition_states(copy.deepcopy(model._orig_mod))
+    assert state.plan.operations is state.operations
+    assert all(block.plan is state.plan for block in state.plan.blocks)
+
+
+def test_a_model_that_is_converted_gets_other_copies():
+    model, blocks = _model()
+    model.to(torch.float64)
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    assert {entry.block_copy.dtype for block in blocks for entry in block.entries} == {torch.float64}
