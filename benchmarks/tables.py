@@ -107,7 +107,6 @@ _FIRST_STEP: Columns = {
     "peak memory per rank, MB": ("peak_mb", ".0f"),
 }
 
-_WARM: Columns = {**_FIRST_STEP, "first step, warm cache, s": ("warm_s", ".1f")}
 
 _ACTIVATIONS: Columns = {
     "model": ("model", ""),

@@ -54,10 +54,11 @@ def gather_blocks(compiled: Compiled, request: CompileRequest, compiler: GraphCo
     numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_block")]
     if not numbers:
         return compiled
-    waits = not compiler.awaits_copies
+    waits, gathers_ahead = not compiler.awaits_copies, request.options.overlap_comm
 
     def run(*args: Any) -> Any:
         block: BlockCopies = args[numbers[0]].dsgraph_block
+        block.plan.gathers_ahead = gathers_ahead
         return block.plan.run_graph(numbers, compiled, args, waits=waits)
 
     return run

@@ -1,4 +1,4 @@
-"""Regions under Inductor: blocks that are captured once compute what each computes by itself."""
+"""Blocks under Inductor: what shares its code computes what each computes by itself."""
 
 from __future__ import annotations
 

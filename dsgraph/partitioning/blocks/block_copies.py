@@ -22,10 +22,12 @@ class Plan(Protocol):
     Attributes:
         operations: The model's operations, which ranks compare.
         forwards: Number of forwards so far.
+        gathers_ahead: False if nothing is gathered before its use.
     """
 
     operations: ModelOperations
     forwards: int
+    gathers_ahead: bool
 
     def run_graph(
         self, numbers: Sequence[int], compiled: Callable[..., Any], args: Sequence[Any], *, waits: bool

@@ -11,18 +11,14 @@ from torch import nn
 
 from dsgraph.compat.autograd import in_transform
 from dsgraph.compat.dynamo import may_end_frame
-from dsgraph.partitioning.classes import overrides, plain_class
+from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
 
 from .block_copies import BlockCopies
+from .repeated_blocks import is_block
 
 ITS_OWN_FRAME = "a repeated block is a graph of its own (partition(blocks=...))"
 """The reason that Dynamo, and with it the report, gives for the end of a graph at a block."""
-
-
-def is_block(module: nn.Module) -> bool:
-    """Return True for a repeated block of a partitioned model."""
-    return "forward" in overrides(module)
 
 
 def block_methods(module: nn.Module, blocks: Collection[nn.Module]) -> Mapping[str, Any]:

@@ -55,12 +55,14 @@ class GatherPlan:
         operations: The model's operations, which ranks compare.
         blocks: All blocks.
         forwards: Number of forwards so far.
+        gathers_ahead: False if the graphs were compiled with `overlap_comm=False`: nothing is gathered before its use.
     """
 
     operations: ModelOperations
     blocks: list[BlockCopies] = field(default_factory=list)
     forwards: int = 0
-    _order: dict[BlockCopies, int] = field(default_factory=dict)
+    gathers_ahead: bool = True
+    _order: tuple[BlockCopies, ...] = ()
     _seen: list[BlockCopies] = field(default_factory=list)
     _calls: list[tuple[BlockCopies, _Call]] = field(default_factory=list)
     _backward: int = _NONE
@@ -134,7 +136,7 @@ class GatherPlan:
         for block in self.blocks:
             block.abandon()
             block.forget()
-        self.blocks, self._order, self._seen = [], {}, []
+        self.blocks, self._order, self._seen = [], (), []
 
     def _enter(self, block: BlockCopies) -> None:
         """Note that a forward has come to a block."""
@@ -206,20 +208,20 @@ class GatherPlan:
 
     def _note_order(self) -> None:
         if self._seen:
-            self._order = {block: number for number, block in enumerate(self._seen)}
-            self._seen = []
+            self._order, self._seen = tuple(self._seen), []
 
     def _start_neighbour(self, block: BlockCopies, step: int) -> None:
-        number = self._order.get(block)
-        if number is None or not 0 <= number + step < len(self._order):
+        if not self.gathers_ahead or block not in self._order:
             return
-        neighbour = list(self._order)[number + step]
-        if neighbour.is_read and not neighbour.running:
-            neighbour.start()
+        number = self._order.index(block) + step
+        if 0 <= number < len(self._order):
+            neighbour = self._order[number]
+            if neighbour.is_read and not neighbour.running:
+                neighbour.start()
 
     def _is_last(self, block: BlockCopies) -> bool:
-        return self._order.get(block) == len(self._order) - 1
+        return self._order[-1:] == (block,)
 
     def __getstate__(self) -> dict[str, Any]:
-        idle: dict[str, Any] = {"_order": {}, "_seen": [], "_calls": [], "forwards": 0, "_backward": _NONE}
+        idle: dict[str, Any] = {"_order": (), "_seen": [], "_calls": [], "forwards": 0, "_backward": _NONE}
         return {**self.__dict__, **idle}

@@ -15,6 +15,11 @@ Blocks = Literal["auto", "none"] | tuple[str, ...]
 """Selection of the lists of modules that hold blocks: all lists of equal modules, none, or those of these names."""
 
 
+def is_block(module: nn.Module) -> bool:
+    """Return True for a repeated block of a partitioned model."""
+    return "forward" in overrides(module)
+
+
 def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
     """Find the modules whose forwards are frames of their own.
 
@@ -27,7 +32,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
     """
     if chosen == "none":
         return frozenset()
-    known = {module for module in model.modules() if "forward" in overrides(module)}
+    known = set(filter(is_block, model.modules()))
     found = dict(repeated_blocks(model))
     names = list(found) if chosen == "auto" else chosen
     for name in names:

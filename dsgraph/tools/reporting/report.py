@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dsgraph.compat.compiled import unwrap_compiled
-from dsgraph.partitioning.blocks.block_frames import is_block
+from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import nothing_moved

@@ -9,7 +9,7 @@ from torch import nn
 
 from dsgraph.compat.compiled import compiled_modules
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
-from dsgraph.partitioning.blocks.block_frames import is_block
+from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import trained_parameters
 from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -31,15 +32,22 @@ class _Leaking(_Block):
         return super().forward(x)
 
 
-def _model() -> tuple[nn.Module, list[BlockCopies]]:
+def _model(**options: Any) -> tuple[nn.Module, list[BlockCopies]]:
     torch._dynamo.reset()
     model = dsgraph.partition(nn.Sequential(_Block(), _Block(), _Block()), keep_whole_below=0, blocks="auto")
-    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", **options})
     return compiled, partition_states(model)[0].plan.blocks
 
 
 def _bytes(block: BlockCopies) -> list[int]:
     return [entry.block_copy.untyped_storage().nbytes() for entry in block.entries if entry.block_copy is not None]
+
+
+@pytest.mark.parametrize("overlap_comm", (True, False))
+def test_the_option_overlap_comm_holds_for_the_plan(overlap_comm):
+    model, blocks = _model(overlap_comm=overlap_comm)
+    model(torch.ones(2, 8)).sum().backward()
+    assert blocks[0].plan.gathers_ahead is overlap_comm
 
 
 def test_only_the_last_block_has_memory_between_forward_and_backward():

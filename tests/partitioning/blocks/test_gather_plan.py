@@ -132,6 +132,15 @@ def test_the_next_block_is_gathered_while_one_computes_and_the_last_stays(model)
     ]
 
 
+def test_without_overlap_nothing_is_gathered_before_it_runs(model):
+    model.plan.gathers_ahead = False
+    for _ in range(2):
+        model.forward().backward()
+    lines = model.said()
+    starts = [number for number, line in enumerate(lines) if line.startswith("gather")]
+    assert all(lines[number + 1].split()[1] == lines[number].split()[1] for number in starts)
+
+
 def test_without_gradients_nothing_stays(model):
     model.forward().backward()
     model.said()
