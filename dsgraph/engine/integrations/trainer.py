@@ -92,10 +92,16 @@ class DsgraphMixin(_Base):
             return self.engine
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if self.engine is not None and state_dict is None:  # all ranks come here together
-            state_dict = _whole(self.engine.module, keep=self.args.should_save)
-        super()._save(output_dir, state_dict=state_dict)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model from the main process. All ranks call it: their shards are gathered."""
+        if self.engine is None:
+            super().save_model(output_dir, _internal_call=_internal_call)
+            return
+        state_dict = _whole(self.engine.module, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state_dict)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
