@@ -644,6 +644,11 @@ BLOCKS = (
         *("BlockCopies.note_step", "self._gathered_from.pop(entry, None)", "pass"),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
+    Mutant(
+        *("blocks-share-one-limit", "dsgraph/partitioning/blocks/block_frames.py", "wrong bound"),
+        *("_run_block", "recompile_limit() + blocks", "recompile_limit()"),
+        killers=("tests/distributed/test_blocks.py",),
+    ),
 )
 
 COMPILER = (

@@ -64,4 +64,5 @@ def recompile_limit() -> int:
 def allowing_recompiles(functions: int = 256) -> Any:
     """Return a context in which Dynamo compiles a function so many times: for each bucket and batch size."""
     config: Any = torch.compiler.config
-    return config.patch(recompile_limit=functions, accumulated_recompile_limit=4 * functions)
+    of_all = max(config.accumulated_recompile_limit, 4 * functions)
+    return config.patch(recompile_limit=functions, accumulated_recompile_limit=of_all)

@@ -379,6 +379,31 @@ def test_what_needs_one_graph_gets_one(fake_ranks, how):
     assert f"{_BLOCKS} repeated blocks were not compiled as graphs of their own" in status
 
 
+class _Numbered(nn.Module):
+    """A layer that reads its own number, as one does that writes to a cache of keys and values."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.number
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_blocks_that_differ_are_all_compiled(fake_ranks, stage):
+    torch._dynamo.reset()
+    limit = 2
+    model = nn.Sequential(*(_Numbered(number) for number in range(limit + 2)))
+    model = dsgraph.partition(model, stage=stage, keep_whole_below=0, blocks="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        compiled(torch.zeros(2, 8))
+        assert torch._dynamo.config.recompile_limit == limit
+    assert len(dsgraph.report(compiled).compiles) >= len(model)
+
+
 def _traffic(blocks: str) -> int:
     torch._dynamo.reset()
     model = dsgraph.partition(nn.Sequential(*(_Drops(64) for _ in range(3))), keep_whole_below=0, blocks=blocks)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dsgraph.compat.autograd import in_transform
+from dsgraph.compat.compiled import allowing_recompiles, recompile_limit
 from dsgraph.compat.dynamo import may_end_frame
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
@@ -25,7 +26,7 @@ def block_methods(module: nn.Module, blocks: Collection[nn.Module]) -> Mapping[s
     """Return the overrides by which a module's forward is a frame of its own, if it is one of `blocks`."""
     if module not in blocks:
         return {}
-    return {"forward": _as_frame(plain_class(module).forward)}
+    return {"forward": _as_frame(plain_class(module).forward, len(blocks))}
 
 
 def define_blocks(model: nn.Module, part: PartitionState) -> None:
@@ -50,21 +51,25 @@ def define_blocks(model: nn.Module, part: PartitionState) -> None:
         part.plan.blocks.append(copies)
 
 
-def _as_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
     @wraps(forward)
     def forward_as_frame(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not in_transform() and may_end_frame("memory_limit"):
-            return _run_block(forward, self, args, kwargs)
+            return _run_block(forward, blocks, self, args, kwargs)
         return forward(self, *args, **kwargs)
 
     return forward_as_frame
 
 
 @torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured
-def _run_block(forward: Callable[..., Any], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_block(
+    forward: Callable[..., Any], blocks: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     try:
         _begin(block)
-        outputs = forward(block, *args, **kwargs)
+        # A graph may be that of one block alone: a layer that writes to a cache reads its own number.
+        with allowing_recompiles(recompile_limit() + blocks):
+            outputs = forward(block, *args, **kwargs)
     except BaseException:
         _end(block, failed=True)
         raise
