@@ -56,6 +56,7 @@ EMISSION_TORCH = "2.13"
 EMISSION = (
     *(f"tests/tools/emission/test_{name}.py" for name in ("emission", "flex_attention", "harness")),
     "tests/tools/cli/programs/test_emit.py",
+    "tests/contracts/test_inductor_order.py",
 )
 WHOLE = "small tier"
 

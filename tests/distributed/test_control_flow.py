@@ -83,7 +83,10 @@ def _same_as_one_process(make: Callable[[], nn.Module], stage: int, codegen: str
         pytest.param(Branches, 0, "eager", True, marks=pytest.mark.full),
         pytest.param(Branches, 3, None, False, marks=pytest.mark.full),
         pytest.param(Scan, 1, None, False, marks=pytest.mark.full),
-        (Scan, 3, "eager", False),
+        pytest.param(
+            *(Scan, 3, "eager", False),
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch refuses a body that returns its input"),
+        ),
     ],
 )
 def test_ranks_that_take_different_branches_train_as_one_process(ranks, make, stage, codegen, accumulates):

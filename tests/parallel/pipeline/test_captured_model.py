@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ def _family(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", pytest.param("qwen3-moe", marks=pytest.mark.full)])
 def test_forwards_that_log_or_collect_router_logits_are_captured(name):
+    if name != "gpt2" and tuple(map(int, version("transformers").split(".")[:2])) < (5, 24):
+        pytest.skip("its loss counts experts by an op whose result may have any size")
     model = _family(name)
     captured = capture_model(model, (), kwargs={"input_ids": IDS, "labels": IDS}, device=CPU)
     (loss, *_) = (node for node in captured.results if node.meta["val"].ndim == 0)

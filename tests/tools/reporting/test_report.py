@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import dsgraph
 from examples.gpt import GPT, GPTConfig
 from tests.models import build, tokens
+from tests.names import reported
 from tests.pipelines import without_buckets
 
 pytestmark = pytest.mark.slow
@@ -106,7 +107,7 @@ def test_compiles_and_passes(fake_ranks):
     compiled(torch.ones(2, 8)).backward()
     for given in (compiled, compiled._orig_mod):
         (one,) = dsgraph.report(given).compiles
-    assert f"{HERE}:" in one.function and one.function.endswith("(Net.forward)")
+    assert f"{HERE}:" in one.function and one.function.endswith(f"({reported('Net.forward')})")
     assert (one.kind, one.codegen, one.from_cache, one.resumes_at) == ("training", "eager", False, None)
     assert [graph.phase for graph in one.graphs] == ["forward", "backward"]
     by_name = {item.name: item for item in one.passes}
@@ -264,7 +265,7 @@ def test_a_graph_break_with_nothing_ahead_of_it(fake_ranks):
     compiled = _compiled(BreaksFirst())
     compiled(torch.ones(2, 8)).backward()
     (found,) = dsgraph.report(compiled).graph_breaks
-    assert found.place.endswith(f"{HERE}:{_line('the first break')} (BreaksFirst.forward)")
+    assert found.place.endswith(f"{HERE}:{_line('the first break')} ({reported('BreaksFirst.forward')})")
     assert "graph_break()" in found.reason
 
 
@@ -308,7 +309,7 @@ def test_recompiles_name_the_guard(fake_ranks):
         compiled(torch.ones(2, 8))
     found = dsgraph.report(compiled).recompiles
     assert [item.times for item in found] == [2, 3]
-    assert "factor == 1" in found[0].reason and found[0].function.endswith("(Net.forward)")
+    assert "factor == 1" in found[0].reason and found[0].function.endswith(f"({reported('Net.forward')})")
 
 
 @pytest.mark.covering(1)
@@ -377,7 +378,7 @@ def test_the_recompile_limit(fake_ranks):
             model.factor = factor
             compiled(torch.ones(2, 8))
     (found,) = (item for item in dsgraph.report(model).fallbacks if item.kind == "function runs uncompiled")
-    assert found.what == "Net.forward" and "recompile limit" in found.reason and "factor == 2" in found.reason
+    assert found.what == reported("Net.forward") and "recompile limit" in found.reason and "factor == 2" in found.reason
 
 
 def test_passes_that_switch_caches_off_are_named():
@@ -416,7 +417,7 @@ def test_the_memory_of_a_step_is_predicted(fake_ranks, stage):
     assert found.peak == sum(found.parts.values())
     assert found.parts["parameters"] == shards + gathered_copies
     assert found.parts["optimizer state"] == 2 * shards
-    assert found.where == "backward of GPT.forward"
+    assert found.where == f"backward of {reported('GPT.forward')}"
     assert "predicted peak memory of a training step" in str(dsgraph.report(model))
 
 
@@ -455,11 +456,11 @@ def test_what_ran_uncompiled_before_torch_was_reset_is_no_longer_told(fake_ranks
         logits(tokens(0, 0)[0])
         with torch.no_grad():
             logits(tokens(0, 0)[0])
-        assert "GPT.logits" in [item.what for item in dsgraph.report(earlier).fallbacks]
+        assert reported("GPT.logits") in [item.what for item in dsgraph.report(earlier).fallbacks]
     torch._dynamo.reset()
     model = dsgraph.partition(build("gpt"), keep_whole_below=100)
     torch.compile(model, backend="dsgraph", options=EAGER)(*tokens(0, 0)).backward()
-    assert "GPT.logits" not in [item.what for item in dsgraph.report(model).fallbacks]
+    assert reported("GPT.logits") not in [item.what for item in dsgraph.report(model).fallbacks]
 
 
 # Near misses and checkpoint regions.
