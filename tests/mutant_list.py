@@ -1003,7 +1003,7 @@ ENGINE = (
     Mutant(
         *("written-but-never-complete", "dsgraph/checkpoint/save.py", "dropped wait"),
         *("save.end", "attempt.write(written.result)", "pass"),
-        killers=("tests/engine/test_faults.py",),
+        killers=("tests/checkpoint/test_asynchronous_save.py",),
     ),
 )
 

@@ -47,7 +47,8 @@ class Writing:
         """Print at exit that the checkpoint could not be written."""
         error = self.ended.exception()
         if error is not None:
-            text = f"dsgraph: {self.doing}: {reason(error)}; the checkpoint before stays the latest. Call "
+            why = reason(error).removeprefix(f"{self.doing}: ")
+            text = f"dsgraph: {self.doing}: {why}; the checkpoint before stays the latest. Call "
             text += "engine.wait_for_checkpoint() at the end of training, before destroy_process_group()"
             print(text, file=sys.stderr, flush=True)
 
