@@ -713,6 +713,20 @@ COMPILER = (
         killers=("tests/passes/ir", "tests/passes/zero/test_insert_zero_collectives.py"),
     ),
     Mutant(
+        *("equal-markers-gather-twice", "passes/zero/insert_zero_collectives.py", "missing step"),
+        *("InsertZeroCollectives.run", "node if is_returned(node) else _what_is_gathered(node)", "node"),
+        killers=("tests/passes/zero/test_insert_zero_collectives.py",),
+    ),
+    Mutant(
+        *("returned-gathers-are-one-tensor", "passes/zero/insert_zero_collectives.py", "missing check"),
+        *(
+            "InsertZeroCollectives.run",
+            "node if is_returned(node) else _what_is_gathered(node)",
+            "_what_is_gathered(node)",
+        ),
+        killers=("tests/passes/zero/test_insert_zero_collectives.py",),
+    ),
+    Mutant(
         *("pair-of-unlike-values", "passes/verify/pair.py", "missing check"),
         *("PairVerifier._check_crossing", ", now)", ", was)"),
         killers=("tests/passes/core/test_graph_pair.py",),

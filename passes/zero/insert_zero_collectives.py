@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +12,15 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext import Ranks, start_gather_rows, start_reducing
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
-from dsgraph.passes.ir.graph import bound_arguments, emit, find_calls, is_returned, is_view, replace_and_erase
+from dsgraph.passes.ir.graph import (
+    bound_arguments,
+    emit,
+    fake_value,
+    find_calls,
+    is_returned,
+    is_view,
+    replace_and_erase,
+)
 from dsgraph.passes.ir.recording import Recording
 from dsgraph.passes.ir.save_plan import recompute_with_users
 
@@ -37,7 +45,9 @@ class InsertZeroCollectives(GraphPass):
     A parameter gathered here, and values cheaply computed from only such parameters (casts, transposes), are tagged for
     recomputation: the backward gathers it again, and nothing of full size is kept in between. A marker's result is a
     tensor of its own: if the graph returns it, or a view of it, an input that replaced it is cloned, so that writes to
-    the model's output do not change its parameters. Left alone: nothing; after this pass no marker remains.
+    the model's output do not change its parameters. Equal markers, such as those of a parameter that is read inside and
+    outside a checkpoint region, share one gather: torch's partitioner would merge their gathers later, from 2.15 on
+    without the waits. Left alone: nothing; after this pass no marker remains.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
@@ -49,23 +59,35 @@ class InsertZeroCollectives(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         gathers = find_calls(gm, torch.ops.dsgraph.gather_param.default)
         reductions = find_calls(gm, torch.ops.dsgraph.reduce_grad.default)
-        lowered = []
+        lowered: dict[Hashable, Node] = {}
         for node in gathers:
-            full = _own_if_returned(node, _lower_gather(node, ctx))
-            replace_and_erase(node, full)
-            lowered.append(full)
-        _tag_for_recomputation(lowered)
+            key = node if is_returned(node) else _what_is_gathered(node)
+            if key not in lowered:
+                lowered[key] = _own_if_returned(node, _lower_gather(node, ctx))
+            replace_and_erase(node, lowered[key])
+        _tag_for_recomputation(lowered.values())
         for node in reductions:
             replace_and_erase(node, _own_if_returned(node, _lower_reduction(node, ctx)))
         return PassResult(changed=len(gathers) + len(reductions))
 
 
+def _what_is_gathered(node: Node) -> Hashable:
+    """Return a key that is equal for markers of one parameter: each reads the shard through a view of its own."""
+    shard = node.all_input_nodes[0]
+    value = fake_value(shard)
+    place = (value.shape, value.stride(), value.storage_offset())
+    return _behind_views(shard), repr((place, node.args[1:], node.kwargs))
+
+
+def _behind_views(node: Node) -> Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _own_if_returned(node: Node, lowered: Node) -> Node:
     """Return `lowered`, or a clone if it is an input and the graph returns the marker `node` or a view of it."""
-    source = lowered
-    while is_view(source):
-        source = source.all_input_nodes[0]
-    if source.op != "placeholder" or not is_returned(node):
+    if _behind_views(lowered).op != "placeholder" or not is_returned(node):
         return lowered
     return emit(node, aten.clone.default, lowered)
 

@@ -26,9 +26,9 @@ class MergeGathers(GraphPass):
     after:   a = p.to_local(); w1 = gather_param(a); y = linear(x, w1); z = linear(y, w1)
 
     It runs before autograd, which then adds up the two gradients before the one reduction. Left alone: markers in
-    different checkpoint regions (each region gathers again in the backward), markers under different grad modes (one of
-    the two must not receive a gradient), arguments of control flow, which must not be one tensor twice, and parameters
-    that the graph may write to.
+    different checkpoint regions (they share a gather, see `InsertZeroCollectives`, but their gradients are reduced
+    separately), markers under different grad modes (one of the two must not receive a gradient), arguments of control
+    flow, which must not be one tensor twice, and parameters that the graph may write to.
     """
 
     phase: ClassVar[Phase] = Phase.CAPTURE
@@ -61,12 +61,12 @@ def _notes_on_uses(gm: GraphModule, ctx: PassContext) -> list[str]:
 
 
 def _notes_on_regions(gm: GraphModule) -> list[str]:
-    """Return notes on the number of gathers in checkpoint regions."""
+    """Return notes on the number of gradients that checkpoint regions reduce."""
     counts = [sum(map(is_gather_marker, module.graph.nodes)) for module in all_graph_modules(gm) if module is not gm]
     inside = [count for count in counts if count]
     if not inside:
         return []
-    return [f"checkpoint regions gather separately: {sum(inside)} gathers in {len(inside)} regions"]
+    return [f"checkpoint regions reduce their gradients separately: {sum(inside)} in {len(inside)} regions"]
 
 
 def _notes_on_sums(gm: GraphModule, ctx: PassContext) -> list[str]:

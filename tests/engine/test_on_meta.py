@@ -97,9 +97,12 @@ def test_reading_weights_takes_a_few_tensors_of_memory(one_rank, tmp_path):
         found.append(reading.bytes)
     each, least = 4 * width * width, min(found)
     assert least < 8 * each, f"{least} bytes of {4 * depth * each} were in memory at once"
-    with Grown() as again:
-        engine.load_pretrained(tmp_path / "weights")
-    assert again.bytes < 8 * each, f"{again.bytes} bytes of {depth * each} were in memory at once"
+    again = []
+    for _ in models:
+        with Grown() as reading:
+            engine.load_pretrained(tmp_path / "weights")
+        again.append(reading.bytes)
+    assert min(again) < 8 * each, f"{min(again)} bytes of {depth * each} were in memory at once"
 
 
 def test_an_optimizer_of_the_model_on_meta_gets_the_shards(one_rank, tmp_path):

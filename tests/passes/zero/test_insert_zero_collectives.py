@@ -111,6 +111,25 @@ def test_gathers_and_what_is_cheap_to_derive_are_recomputed():
     assert tagged == {"all_gather_into_tensor_default", "wait_tensor_default", "mul", "t"}, code(gm)
 
 
+def test_equal_markers_share_a_gather():
+    """Each use of a parameter reads the shard through a view of its own."""
+
+    def function(shard, x):
+        first, second = gather(shard.view_as(shard), (4, 3)), gather(shard.view_as(shard), (4, 3))
+        other = gather(shard.view(3, 2), (6, 2))
+        return x @ first.t(), x @ second.t() * 2, other.sum()
+
+    gm = trace(function, torch.randn(2, 3), torch.randn(5, 3))
+    assert run_pass(InsertZeroCollectives(), gm).changed == 3
+    assert len(list(collectives(gm))) == 2
+
+
+def test_gathered_parameters_that_the_graph_returns_are_separate_tensors():
+    gm = trace(lambda s: (gather(s, (4, 3)), gather(s, (4, 3))), torch.randn(2, 3))
+    run_pass(InsertZeroCollectives(), gm)
+    assert len(list(collectives(gm))) == 2
+
+
 FOUR = {"0": [[0, 1], [2, 3]], "1": [[0, 2], [1, 3]]}
 
 

@@ -107,7 +107,7 @@ def test_uses_within_one_grad_mode_merge_around_another():
     assert _markers(gm) == 2
 
 
-def test_checkpoint_regions_gather_for_themselves():
+def test_checkpoint_regions_reduce_for_themselves():
     def forward(self, x):
         x = checkpoint(lambda h: self.b(torch.tanh(self.a(h))), x, use_reentrant=False)
         return self.a(x)
@@ -116,7 +116,7 @@ def test_checkpoint_regions_gather_for_themselves():
     assert _markers(gm) == 3
     assert _merge(gm) == 1
     assert _markers(gm) == 2
-    assert _notes(gm) == ("checkpoint regions gather separately: 1 gathers in 1 regions",)
+    assert _notes(gm) == ("checkpoint regions reduce their gradients separately: 1 in 1 regions",)
 
 
 def test_a_parameter_that_the_graph_writes_to_is_left_alone():
