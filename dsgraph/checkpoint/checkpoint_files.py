@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,15 @@ def write_about(path: Path, about: Mapping[str, Any]) -> None:
         about: Its content without the checksums, from `encode_about`.
     """
     paths = sorted(path.iterdir())
-    with ThreadPool(_READERS) as pool:  # an executor accepts no work at interpreter exit
-        files = dict(zip([path.name for path in paths], pool.map(_checksum, paths), strict=True))
+    files = dict(zip([path.name for path in paths], _checksums(paths), strict=True))
     write_whole(path / ABOUT, _with_checksum({**about, "files": files}))
+
+
+def _checksums(paths: Sequence[Path]) -> list[int]:
+    if threading.current_thread() is not threading.main_thread():  # the interpreter may end, which starts no threads
+        return list(map(_checksum, paths))
+    with ThreadPool(_READERS) as pool:
+        return pool.map(_checksum, paths)
 
 
 def read_about(path: Path, *, share: int = 0, shares: int = 1) -> dict[str, Any]:

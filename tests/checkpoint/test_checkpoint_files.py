@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from dsgraph.checkpoint import checkpoint_files
 from dsgraph.checkpoint.checkpoint_files import (
     check_tag,
     encode_about,
@@ -63,6 +65,18 @@ def _written(path: Path) -> Path:
         path, {**encode_about({"groups": [{"lr": 0.1, "betas": (0.9, 0.95)}], "keys": {4: 1}}), "tag": path.name}
     )
     return path
+
+
+def test_a_thread_starts_no_others(tmp_path, monkeypatch):
+    """From Python 3.12 on none can start while the interpreter waits for this one."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(checkpoint_files, "ThreadPool", refuse)
+    with ThreadPoolExecutor(1) as executor:
+        path = executor.submit(_written, tmp_path / "a").result()
+    assert read_about(path)["keys"] == {4: 1}
 
 
 def test_each_flipped_bit_of_engine_json_is_found(tmp_path):
