@@ -620,29 +620,83 @@ OFFLOAD = (
 
 BLOCKS = (
     Mutant(
-        *("kept-block-is-trusted", "dsgraph/partitioning/blocks/gather_plan.py", "missing check"),
-        *("GatherPlan._enter", "if block.is_kept:\n            block.release()", ""),
-        killers=("tests/partitioning/blocks/test_gather_plan.py",),
+        *("kept-block-is-trusted", "dsgraph/partitioning/blocks/block_plan.py", "missing check"),
+        *("BlockPlan._enter", "if block.is_kept:\n            block.release()", ""),
+        killers=("tests/partitioning/blocks/test_block_plan.py",),
     ),
     Mutant(
-        *("next-block-is-not-gathered", "dsgraph/partitioning/blocks/gather_plan.py", "missing step"),
-        *("GatherPlan.begin", "self._start_neighbour(block, -1 if recomputes else 1)", ""),
-        killers=("tests/partitioning/blocks/test_gather_plan.py",),
+        *("next-block-is-not-gathered", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
+        *("BlockPlan.begin", "self._start_neighbour(block, -1 if recomputes else 1)", ""),
+        killers=("tests/partitioning/blocks/test_block_plan.py",),
     ),
     Mutant(
-        *("block-stays-after-its-backward", "dsgraph/partitioning/blocks/gather_plan.py", "missing step"),
-        *("GatherPlan._after_backward", "call.graphs -= 1", ""),
-        killers=("tests/partitioning/blocks/test_gather_plan.py",),
+        *("block-stays-after-its-backward", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
+        *("BlockPlan._after_backward", "call.graphs -= 1", ""),
+        killers=("tests/partitioning/blocks/test_block_plan.py",),
     ),
     Mutant(
-        *("leaked-block-copy-is-released", "dsgraph/partitioning/blocks/gather_plan.py", "missing step"),
-        *("GatherPlan.run_graph", "for block in blocks:\n            block.keep_for_outputs(outputs)", ""),
+        *("leaked-block-copy-is-released", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
+        *("BlockPlan.run_graph", "for block in blocks:\n            block.keep_for_outputs(outputs)", ""),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
     Mutant(
         *("block-copy-outlives-an-update", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
         *("BlockCopies.note_step", "self._gathered_from.pop(entry, None)", "pass"),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("hooked-gradient-is-handed-over", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
+        *("_only_adds", " and not has_hooks(node.variable)", ""),
+        killers=("tests/distributed/test_blocks.py",),
+    ),
+    Mutant(
+        *("wanted-gradient-is-handed-over", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
+        *("_only_adds", " and accumulates(node)", ""),
+        killers=("tests/distributed/test_blocks.py",),
+    ),
+    Mutant(
+        *("gradient-of-a-block-replaces-the-sum", "dsgraph/partitioning/blocks/block_reads.py", "missing term"),
+        *("RunningReduction.add", "self.param.grad is None", "True"),
+        killers=("tests/distributed/test_blocks.py",),
+    ),
+    Mutant(
+        *("replicated-gradients-are-summed", "dsgraph/partitioning/blocks/block_reads.py", "wrong scale"),
+        *("_reduce_together", " / math.prod(each.size for each in ranks)", ""),
+        killers=("tests/distributed/test_blocks.py",),
+    ),
+    Mutant(
+        *("gradients-of-one-rank-share-memory", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
+        *("_in_own_memory", "share_memory(reduced, grad)", "False"),
+        killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("block-copy-leaves-unseen", "dsgraph/partitioning/seam.py", "missing check"),
+        *("property_for.mark", ".view_as(entry.block_read)", ""),
+        killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("last-gradients-are-not-added", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
+        *("BlockPlan._end_backward", "self._finish_reductions()", "pass"),
+        killers=("tests/partitioning/blocks/test_block_plan.py",),
+    ),
+    Mutant(
+        *("reductions-of-a-failed-backward-stay", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
+        *("BlockPlan._abandon", "self._reductions = []", "pass"),
+        killers=("tests/partitioning/blocks/test_block_plan.py",),
+    ),
+    Mutant(
+        *("reductions-are-waited-for-at-once", "dsgraph/partitioning/blocks/block_plan.py", "swapped order"),
+        *(
+            "BlockPlan.finish_later",
+            "self._finish_reductions()\n        self._reductions.extend(reductions)",
+            "self._reductions.extend(reductions)\n        self._finish_reductions()",
+        ),
+        killers=("tests/partitioning/blocks/test_block_plan.py",),
+    ),
+    Mutant(
+        *("threads-start-as-python-ends", "dsgraph/checkpoint/checkpoint_files.py", "missing check"),
+        *("_checksums", "threading.current_thread() is not threading.main_thread()", "False"),
+        killers=("tests/checkpoint/test_checkpoint_files.py",),
     ),
     Mutant(
         *("blocks-share-one-limit", "dsgraph/partitioning/blocks/block_frames.py", "wrong bound"),

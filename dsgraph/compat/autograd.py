@@ -57,6 +57,11 @@ def accumulates(leaf: Any) -> bool:
         return False
 
 
+def is_accumulation(node: Any) -> bool:
+    """Return True for the autograd node that adds gradients to the `.grad` of its `variable`."""
+    return type(node).__name__ == "AccumulateGrad"
+
+
 def autograd_node(leaf: torch.Tensor) -> Any:
     """Return the autograd node that adds gradients to the `.grad` of a leaf."""
     return torch.autograd.graph.get_gradient_edge(leaf).node

@@ -84,13 +84,13 @@ def return_to_control_flow() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def may_end_frame(unless_option: str) -> bool:
+def may_end_frame(*unless_options: str) -> bool:
     """Return True if a graph that Dynamo captures for dsgraph may end here: it is neither whole nor inside an operator.
 
     Checkpoints are no obstacle: Dynamo then runs them uncompiled, and captures what they call.
 
     Args:
-        unless_option: An option of the backend that needs one graph.
+        unless_options: Options of the backend that need one graph.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -98,7 +98,7 @@ def may_end_frame(unless_option: str) -> bool:
     if output is None or getattr(output.compiler_fn, "__name__", "") != "dsgraph":
         return False
     options = getattr(output.compiler_fn, "kwargs", {}).get("options") or {}
-    if options.get(unless_option) is not None:
+    if any(options.get(name) is not None for name in unless_options):
         return False
     frame, tracer = InstructionTranslator.current_tx(), output.current_tracer
     if frame.one_graph or frame.error_on_graph_break:

@@ -165,10 +165,11 @@ def _states(inputs: Sequence[Any], module: nn.Module | None) -> list[PartitionSt
 def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
     """Yield the tensors of a parameter that a graph may read, with their roles."""
     yield InputRole.SHARD, entry.param
-    if entry.gathered_copy is not None:
-        yield InputRole.GATHERED_COPY, entry.gathered_copy
-    if entry.block_copy is not None:
-        yield InputRole.GATHERED_COPY, entry.block_copy
+    for copy in (entry.gathered_copy, entry.block_copy):
+        if copy is not None:
+            yield InputRole.GATHERED_COPY, copy
+    if entry.block_read is not None:
+        yield InputRole.GATHERED_COPY if entry.spec.group else InputRole.SHARD, entry.block_read
     if entry.leaf is not None:  # the copy itself, or, of a parameter that is not split, an alias of the shard
         yield InputRole.SHARD, entry.leaf
     if entry.accumulated_grad is not None:

@@ -57,6 +57,8 @@ class ParameterState:
         gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
             otherwise, and for replicated parameters.
         block_copy: `[*shape]`, the gathered copy of stage 3 that graphs of a repeated block read; see `BlockCopies`.
+        block_read: `[*shape]`, what graphs read while the parameter's block runs: the block copy, or the rows of a
+            replicated parameter, differentiable with respect to the shard. None at other times.
         is_held_for_step: True if stage 3 holds a gathered copy from the first micro-batch of a step to the last.
         freshness: Knowledge about the gathered copy.
         leaf: What modules return while gradients are not reduced; see `accumulation`.
@@ -80,6 +82,7 @@ class ParameterState:
     reducer: ParameterTransform | None = None
     gathered_copy: Tensor | None = None
     block_copy: Tensor | None = None
+    block_read: Tensor | None = None
     is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
@@ -200,7 +203,7 @@ class ParameterState:
         }
         noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
-        copies = {"gathered_copy": gathered_copy, "block_copy": None}
+        copies = {"gathered_copy": gathered_copy, "block_copy": None, "block_read": None}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

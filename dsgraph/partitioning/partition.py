@@ -77,7 +77,8 @@ def partition(
         blocks: The repeated blocks that are compiled once, each as a frame of its own: "auto" selects all blocks of a
             list of modules that have equal classes and parameters, "none" none; a list names lists of modules, such as
             ["model.layers"]. Stage 3 gathers the next block while one computes. `fullgraph=True` and the
-            option `memory_limit` compile the whole model as one graph all the same. None: "none".
+            options `memory_limit` and `activation_offload` compile the whole model as one graph all the same. None:
+            "none".
         offload: Tensors to store elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk",
             "folder": "/scratch", "ratio": 0.5}. "optimizer", at every stage: "host" or "disk", the place of the
             optimizer's state; wrap the optimizer with `dsgraph.offload_optimizer`. "parameters", at stage 3: "host" or

@@ -34,6 +34,7 @@ from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
+from .blocks.block_copies import NEED_ONE_GRAPH
 from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
@@ -51,15 +52,12 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     what `torch.func.functional_call` put there) is returned as it is.
     """
     may_have_copy = bool(spec.group)
-    may_stay_local = zero.may_reduce_once
-    may_replace_reduction = zero.may_replace_reduction
+    may_stay_local, may_replace_reduction = zero.may_reduce_once, zero.may_replace_reduction
 
     def read(self: nn.Module) -> Any:
         param: Any = self._parameters[name]
         if not isinstance(param, DTensor):
-            if not torch.compiler.is_compiling():
-                _refuse_transformed(param, name, self)
-            return param
+            return param if torch.compiler.is_compiling() else _not_transformed(param, name, self)
         if param.device.type == "meta":  # a constant to Dynamo, unlike `is_meta`
             raise PartitionError(
                 f"parameter {name!r} of {type(self).__name__} is on the meta device: "
@@ -80,8 +78,10 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     def mark(self: nn.Module, param: Any) -> Tensor:
         entry, partition = held_by(self).parameters[name], held_by(self).partition
         accumulated_grad = reducer = None
-        # Only graphs of our backend refresh gathered copies and wait for them.
-        reads_copies = may_have_copy and compiling_backend() == "dsgraph"
+        is_ours = compiling_backend() == "dsgraph"  # other graphs do not wait for copies
+        if is_ours and entry.block_read is not None:
+            return entry.block_read.view_as(entry.block_read)  # a result of the graph wherever the model keeps it
+        reads_copies = may_have_copy and is_ours
         if may_stay_local and partition.gradients_stay_local:
             if partition.accumulating:
                 if may_have_copy and not reads_copies:
@@ -108,7 +108,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
 
 def _copy_for_graph(entry: ParameterState) -> Tensor | None:
     """Return the gathered copy that the captured graph reads, if there is one."""
-    if entry.gathered_copy is None and not in_transform() and may_end_frame("memory_limit"):
+    if entry.gathered_copy is None and not in_transform() and may_end_frame(*NEED_ONE_GRAPH):
         return entry.block_copy
     return entry.gathered_copy
 
@@ -122,13 +122,14 @@ def _refuse_other_backend(name: str) -> None:
     )
 
 
-def _refuse_transformed(param: Any, name: str, module: nn.Module) -> None:
+def _not_transformed(param: Any, name: str, module: nn.Module) -> Any:
     if isinstance(without_transforms(param), DTensor):
         raise PartitionError(
             f"parameter {name!r} of {type(module).__name__}: a transform of torch.func cannot map over shards, nor "
             "differentiate with respect to them; give functional_call full tensors: "
             "{name: p.detach().full_tensor() for name, p in model.named_parameters()}"
         )
+    return param
 
 
 @torch.compiler.allow_in_graph

@@ -18,7 +18,7 @@ from dsgraph.utils.errors import PartitionError
 
 from .arguments import PartitionArguments
 from .blocks.block_copies import BlockCopies
-from .blocks.gather_plan import GatherPlan
+from .blocks.block_plan import BlockPlan
 from .gathered_copies import GatheredCopies, new_copy
 from .parameter import Freshness, ParameterState
 from .stages import STAGES, CopyLifetime, ZeroStage
@@ -60,7 +60,7 @@ class PartitionState:
     parameters: list[ParameterState] = field(default_factory=list)
     operations: ModelOperations = field(init=False)
     copies: GatheredCopies = field(init=False)
-    plan: GatherPlan = field(init=False)
+    plan: BlockPlan = field(init=False)
     phase: StepPhase = StepPhase.IDLE
     accumulating: bool = False
     gradients_stay_local: bool = False
@@ -76,7 +76,7 @@ class PartitionState:
     def __post_init__(self) -> None:
         self.operations = ModelOperations(self.mesh)
         self.copies = GatheredCopies(self.operations)
-        self.plan = GatherPlan(self.operations)
+        self.plan = BlockPlan(self.operations)
         self.reduces_once = self.zero.reduces_once
 
     @property

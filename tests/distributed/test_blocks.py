@@ -267,6 +267,33 @@ def _loads(run: _Run) -> None:
     run.train()
 
 
+def _watches_gradients(run: _Run) -> None:
+    """Hooks get the reduced gradient of their parameter, in whose place one of them puts another."""
+    shards = [block.up._parameters["weight"] for block in run.model.blocks]
+    shards[0].register_hook(lambda grad: run.numbers.append(grad.clone()))
+    shards[1].register_hook(lambda grad: 2 * grad)
+    shards[2].register_post_accumulate_grad_hook(lambda param: run.numbers.append(param.grad.clone()))
+    run.train()
+    run.train("twice")
+
+
+def _adds_a_penalty(run: _Run) -> None:
+    """Other gradients of the same parameters come from outside their block, before and after it."""
+    for _ in range(2):
+        penalty = sum(param.square().sum().full_tensor() for param in run.model.blocks[1].parameters())
+        (run.loss() + penalty).backward()
+        run.update()
+
+
+def _trains_a_part(run: _Run) -> None:
+    for _ in range(2):
+        run.loss().backward(inputs=list(run.model.blocks[2].parameters())[:-2])
+        run.loss().backward()
+        run.optimizer.step()
+        run.numbers += [full(param.grad) for param in _used(run.model)]
+        run.optimizer.zero_grad(set_to_none=False)
+
+
 WAYS: dict[str, Callable[[_Run], None]] = {
     "plain": _trains(),
     **{way: _trains(way) for way in ("break", "eager", "statistics", "twice", "skip", "tied", "checkpoint inside")},
@@ -288,6 +315,9 @@ WAYS: dict[str, Callable[[_Run], None]] = {
     "converts": _converts,
     "differentiates": _differentiates,
     "loads": _loads,
+    "watches gradients": _watches_gradients,
+    "adds a penalty": _adds_a_penalty,
+    "trains a part": _trains_a_part,
 }
 
 
@@ -316,6 +346,10 @@ _FEW = (
     "fails",
     "two forwards",
     "hooks",
+    "watches gradients",
+    "adds a penalty",
+    "trains a part",
+    "differentiates",
 )
 
 
@@ -372,7 +406,7 @@ def test_blocks_are_compiled_once_and_the_report_says_so(fake_ranks, stage):
     assert f"{_BLOCKS} repeated blocks are graphs of their own" in status
 
 
-@pytest.mark.parametrize("how", ({"fullgraph": True}, {"memory_limit": "1GB"}))
+@pytest.mark.parametrize("how", ({"fullgraph": True}, {"memory_limit": "1GB"}, {"activation_offload": "host"}))
 def test_what_needs_one_graph_gets_one(fake_ranks, how):
     compiles, status = _status(3, **how)
     assert compiles == 0

@@ -1,4 +1,4 @@
-"""The gathered copies of one block, whose memory exists around the block's runs."""
+"""The parameters of one block: gathered copies, whose memory exists around the block's runs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import version_of
+from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.partitioning.gathered_copies import new_copy, start_gathers
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.ranks.model_operations import ModelOperations
 
+from .block_reads import Finish, RunningReduction, read_in_place, start_reductions
+
+NEED_ONE_GRAPH = ("memory_limit", "activation_offload")
+"""Options of the backend that see values between blocks only in a graph of the whole model."""
+
 
 class Plan(Protocol):
-    """The plan that gathers blocks: see `GatherPlan`.
+    """The plan of a model's blocks: see `BlockPlan`.
 
     Attributes:
         operations: The model's operations, which ranks compare.
@@ -34,6 +41,9 @@ class Plan(Protocol):
     ) -> Any:
         """Call a compiled graph that reads copies of blocks."""
 
+    def finish_later(self, reductions: Sequence[RunningReduction]) -> None:
+        """Take over reductions, to be finished before the backward ends."""
+
 
 @dataclass(eq=False)
 class BlockCopies:
@@ -45,7 +55,8 @@ class BlockCopies:
     Attributes:
         name: The block's name in the model.
         plan: The plan of its model.
-        entries: Its parameters; a tied one belongs to its first block.
+        entries: Its sharded parameters; a tied one belongs to its first block.
+        replicated: Its replicated parameters.
         running: Number of the block's calls that run now.
         is_present: True while the copies have memory; they may still be gathering.
         has_arrived: True if the gather has completed.
@@ -56,6 +67,7 @@ class BlockCopies:
     name: str
     plan: Plan
     entries: list[ParameterState]
+    replicated: list[ParameterState] = field(default_factory=list)
     running: int = 0
     is_present: bool = False
     has_arrived: bool = True
@@ -63,6 +75,7 @@ class BlockCopies:
     is_kept: bool = False
     _gathered_in: int = -1
     _gathered_from: dict[ParameterState, tuple[Any, int]] = field(default_factory=dict)
+    _reads: list[dict[ParameterState, Tensor]] = field(default_factory=list)
 
     def start(self) -> None:
         """Start to gather the copies, unless they are present and equal to the shards.
@@ -84,6 +97,40 @@ class BlockCopies:
             torch.autograd.graph.increment_version(_copy_of(entry))
         self._gathered_in = self.plan.forwards
         self._gathered_from = {entry: _state_of(entry) for entry in self.entries}
+
+    def begin_call(self) -> None:
+        """Note that a call of the block begins."""
+        self.running += 1
+        self._reads.append({})
+
+    def end_call(self) -> None:
+        """End the call that began last; graphs read what they read before it."""
+        self.running -= 1
+        for entry in self._reads.pop():
+            entry.block_read = None
+        for reads in self._reads[-1:]:
+            for entry, tensor in reads.items():
+                entry.block_read = tensor
+
+    def hand_out(self) -> None:
+        """Let graphs of the running call read the parameters, differentiable with respect to their shards."""
+        read = [entry for entry in (*self.entries, *self.replicated) if _may_be_read(entry)]
+        full = {entry: self._full(entry) for entry in read}
+        trained = [entry for entry in read if entry.param.requires_grad] if torch.is_grad_enabled() else []
+        if trained:
+            own = [full[entry] for entry in trained]
+            outputs = read_in_place(trained, own, self._start_reductions, self.plan.finish_later)
+            full |= zip(trained, outputs, strict=True)
+        for entry, tensor in full.items():
+            keep_static(tensor)
+            if entry.spec.group:
+                tensor.dsgraph_block, tensor.dsgraph_entry = self, entry  # type: ignore[attr-defined]
+            entry.block_read = tensor
+        self._reads[-1] = full
+
+    def trained(self) -> list[ParameterState]:
+        """Return the parameters that require a gradient."""
+        return [entry for entry in (*self.entries, *self.replicated) if entry.param.requires_grad]
 
     def note_step(self, stepped: Collection[int]) -> None:
         """Note that an optimizer has stepped on the parameters with these ids. A fused step leaves no other trace."""
@@ -134,6 +181,16 @@ class BlockCopies:
                 self._current_copy(entry)
                 self._gathered_in = -1  # the new copy has no memory
 
+    def _full(self, entry: ParameterState) -> Tensor:
+        """Return a parameter's full value; that of a sharded one arrives later."""
+        if entry.spec.group:
+            return self._current_copy(entry).detach()
+        return entry.rows.to(entry.spec.dtypes(entry.param.dtype)[0]).detach()
+
+    def _start_reductions(self, pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Finish]:
+        with self.plan.operations.reducing(f"the gradients of block {self.name!r}"):
+            return start_reductions(pairs)
+
     def _take_memory(self) -> None:
         try:
             for entry in self.entries:
@@ -157,7 +214,12 @@ class BlockCopies:
 
     def __getstate__(self) -> dict[str, Any]:
         idle = {"running": 0, "is_present": False, "has_arrived": True, "is_read": True, "is_kept": False}
-        return {**self.__dict__, **idle, "_gathered_in": -1, "_gathered_from": {}}
+        return {**self.__dict__, **idle, "_gathered_in": -1, "_gathered_from": {}, "_reads": []}
+
+
+def _may_be_read(entry: ParameterState) -> bool:
+    """Return False for a parameter that something else replaces: a copy that is held for a step, a user's tensor."""
+    return entry.gathered_copy is None and isinstance(entry.param, DTensor)
 
 
 def _state_of(entry: ParameterState) -> tuple[Any, int]:

@@ -15,7 +15,7 @@ from dsgraph.compat.dynamo import may_end_frame
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
 
-from .block_copies import BlockCopies
+from .block_copies import NEED_ONE_GRAPH, BlockCopies
 from .repeated_blocks import is_block
 
 ITS_OWN_FRAME = "a repeated block is a graph of its own (partition(blocks=...))"
@@ -44,9 +44,12 @@ def define_blocks(model: nn.Module, part: PartitionState) -> None:
             continue
         places = ((inner, attribute) for inner in module.modules() for attribute in inner._parameters)
         entries = {id(entry): entry for place in places if (entry := by_owner.get(place)) is not None}
-        own = [entry for key, entry in entries.items() if key not in taken and entry.spec.group and not entry.tier]
+        own = [entry for key, entry in entries.items() if key not in taken and not entry.tier]
         taken.update(map(id, own))
-        copies = BlockCopies(name, part.plan, own)
+        sharded, replicated = (
+            [entry for entry in own if bool(entry.spec.group) is is_sharded] for is_sharded in (True, False)
+        )
+        copies = BlockCopies(name, part.plan, sharded, replicated)
         held_by(module).block = copies
         part.plan.blocks.append(copies)
 
@@ -54,7 +57,7 @@ def define_blocks(model: nn.Module, part: PartitionState) -> None:
 def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
     @wraps(forward)
     def forward_as_frame(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not in_transform() and may_end_frame("memory_limit"):
+        if torch.compiler.is_compiling() and not in_transform() and may_end_frame(*NEED_ONE_GRAPH):
             return _run_block(forward, blocks, self, args, kwargs)
         return forward(self, *args, **kwargs)
 

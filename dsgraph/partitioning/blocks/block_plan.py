@@ -1,8 +1,9 @@
-"""The plan by which blocks are gathered before they run, and released."""
+"""The plan by which blocks are gathered before they run, and their gradients reduced afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
 from .block_copies import BlockCopies
+from .block_reads import RunningReduction
 
 _NONE = -1
 
@@ -45,11 +47,12 @@ class _Reads:
 
 
 @dataclass(eq=False)
-class GatherPlan:
+class BlockPlan:
     """The order of a model's blocks in the last forward, by which the next block is gathered while one computes.
 
-    The order is a prediction. A block that was not predicted is gathered when it runs; what nobody used is released at
-    the end of the backward, or before the block's next run.
+    In the backward the gradients of a block are reduced while the next one computes. The order is a prediction. A block
+    that was not predicted is gathered when it runs; what nobody used is released at the end of the backward, or before
+    the block's next run.
 
     Attributes:
         operations: The model's operations, which ranks compare.
@@ -66,11 +69,12 @@ class GatherPlan:
     _seen: list[BlockCopies] = field(default_factory=list)
     _calls: list[tuple[BlockCopies, _Call]] = field(default_factory=list)
     _backward: int = _NONE
+    _reductions: list[RunningReduction] = field(default_factory=list)
 
     def begin(self, block: BlockCopies) -> None:
         """Gather a block's copies before its forward, and start to gather the next block's. `end` follows always."""
         self._calls.append((block, _Call()))
-        block.running += 1
+        block.begin_call()
         recomputes = running_backward() != _NONE
         if recomputes:
             self._enter_backward()
@@ -79,11 +83,12 @@ class GatherPlan:
         if block.is_read:
             block.start()
             self._start_neighbour(block, -1 if recomputes else 1)
+        block.hand_out()
 
     def end(self, block: BlockCopies, *, failed: bool = False) -> None:
         """Release a block's copies after its forward, unless the backward begins with them."""
         _, call = self._calls.pop()
-        block.running -= 1
+        block.end_call()
         if running_backward() != _NONE:  # a recomputation, which a checkpoint may end by an exception
             return
         if failed:
@@ -113,7 +118,8 @@ class GatherPlan:
             if waits:
                 block.wait()
         for number, entry in zip(numbers, entries, strict=True):
-            given[number] = entry.block_copy  # a new one, if the parameter was converted
+            if given[number] is not entry.block_read:
+                given[number] = entry.block_copy  # a new one, if the parameter was converted
         outputs = compiled(*given)
         for block in blocks:
             block.keep_for_outputs(outputs)
@@ -125,6 +131,12 @@ class GatherPlan:
             if not block.running and running_backward() == _NONE:
                 block.release()
         return outputs
+
+    def finish_later(self, reductions: Sequence[RunningReduction]) -> None:
+        """Take over the reductions of a block's gradients, and finish those of the block before."""
+        self._enter_backward()
+        self._finish_reductions()
+        self._reductions.extend(reductions)
 
     def note_step(self, stepped: Collection[int]) -> None:
         """Note that an optimizer has stepped on the parameters with these ids."""
@@ -187,9 +199,15 @@ class GatherPlan:
             self._backward = running_backward()
             at_end_of_backward(self._end_backward)
 
+    def _finish_reductions(self) -> None:
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.add()
+
     def _end_backward(self) -> None:
         self._backward = _NONE
         self._next_forward()
+        self._finish_reductions()
         for block in self.blocks:
             if not block.running:
                 block.release()
@@ -198,6 +216,10 @@ class GatherPlan:
         """Release everything after an error in a forward or backward."""
         self._backward = _NONE
         self._next_forward()
+        for reduction in self._reductions:
+            with suppress(RuntimeError):
+                reduction.finish()
+        self._reductions = []
         for block in self.blocks:
             if not block.running:
                 block.abandon()
@@ -223,5 +245,12 @@ class GatherPlan:
         return self._order[-1:] == (block,)
 
     def __getstate__(self) -> dict[str, Any]:
-        idle: dict[str, Any] = {"_order": (), "_seen": [], "_calls": [], "forwards": 0, "_backward": _NONE}
+        idle: dict[str, Any] = {
+            "_order": (),
+            "_seen": [],
+            "_calls": [],
+            "forwards": 0,
+            "_backward": _NONE,
+            "_reductions": [],
+        }
         return {**self.__dict__, **idle}

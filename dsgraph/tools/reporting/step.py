@@ -16,7 +16,16 @@ from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows
 from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
 
 from .compile_log import CompileEntry
-from .traffic import Traffic, accumulated_traffic, add_up, block_traffic, held_traffic, refresh_traffic, total
+from .traffic import (
+    Traffic,
+    accumulated_traffic,
+    add_up,
+    block_traffic,
+    held_traffic,
+    reduced_blocks_traffic,
+    refresh_traffic,
+    total,
+)
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,9 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
 
 def _ahead(states: Sequence[PartitionState]) -> list[StepPart]:
     gathered = add_up(item for state in states for item in block_traffic(state))
-    return [StepPart("parameters of blocks, gathered ahead", 1, gathered)] if gathered else []
+    reduced = add_up(item for state in states for item in reduced_blocks_traffic(state))
+    parts = (("gathers of blocks, between graphs", gathered), ("reductions of blocks, between graphs", reduced))
+    return [StepPart(name, 1, traffic) for name, traffic in parts if traffic]
 
 
 def _newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[CompileEntry]:

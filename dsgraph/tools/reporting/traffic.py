@@ -110,10 +110,21 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
     if not state.reduces_once or not trained:
         return ()
+    # Which parameters were used at all: one int32 each.
+    used = [item for axis in state.axes for item in _reduced(axis, "all_reduce", 4 * len(trained))]
+    return add_up([*used, *_reductions(state, trained)])
+
+
+def reduced_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """Return the traffic of reducing the gradients of repeated blocks, between their graphs, in a backward."""
+    blocks = state.plan.blocks if state.plan.forwards else []
+    return add_up(item for block in blocks for item in _reductions(state, block.trained()))
+
+
+def _reductions(state: PartitionState, trained: Iterable[ParameterState]) -> tuple[Traffic, ...]:
+    """Return the traffic of reducing gradients; those of replicated parameters go together."""
     names = {axis.group: axis for axis in state.axes}
     found: list[Traffic] = []
-    for axis in state.axes:  # which parameters were used at all: one int32 each
-        found += _reduced(axis, "all_reduce", 4 * len(trained))
     whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}
     for entry in trained:
         dtypes = entry.spec.dtypes(entry.param.dtype)

@@ -145,3 +145,25 @@ def test_a_model_that_is_converted_gets_other_copies():
     model.to(torch.float64)
     model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
     assert {entry.block_copy.dtype for block in blocks for entry in block.entries} == {torch.float64}
+
+
+class _Twins(nn.Module):
+    """Two parameters with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(2, 8)), nn.Parameter(torch.zeros(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a + self.b
+
+
+@pytest.mark.parametrize("keep_whole_below", (0, 1000))
+def test_gradients_have_memory_of_their_own(keep_whole_below):
+    torch._dynamo.reset()
+    model = nn.Sequential(_Twins(), _Twins())
+    dsgraph.partition(model, keep_whole_below=keep_whole_below, blocks="auto")
+    torch.compile(model, backend="dsgraph", options={"codegen": "eager"})(torch.ones(2, 8)).sum().backward()
+    grads = [param.grad.to_local() for param in model.parameters()]
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 4
+    assert all(torch.equal(grad, torch.ones(2, 8)) for grad in grads)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsgraph.partitioning.blocks.gather_plan import GatherPlan
+from dsgraph.partitioning.blocks.block_plan import BlockPlan
 from dsgraph.utils.errors import PartitionError
 
 BLOCKS = "abc"
@@ -36,8 +36,18 @@ class _Block:
     def __init__(self, name: str, lines: list[str]) -> None:
         self.name, self.lines = name, lines
         self.copy: Any = torch.ones(1)
-        self.copy.dsgraph_block, self.copy.dsgraph_entry = self, SimpleNamespace(name=name, block_copy=self.copy)
+        entry = SimpleNamespace(name=name, block_copy=self.copy, block_read=None)
+        self.copy.dsgraph_block, self.copy.dsgraph_entry = self, entry
         self.running, self.is_present, self.is_read, self.is_kept = 0, False, True, False
+
+    def begin_call(self) -> None:
+        self.running += 1
+
+    def end_call(self) -> None:
+        self.running -= 1
+
+    def hand_out(self) -> None:
+        pass
 
     def start(self) -> None:
         if not self.is_present:
@@ -67,9 +77,10 @@ class _Model:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.plan = GatherPlan(operations=None)  # type: ignore[arg-type]
+        self.plan = BlockPlan(operations=None)  # type: ignore[arg-type]
         self.blocks = {name: _Block(name, self.lines) for name in BLOCKS}
         self.plan.blocks += self.blocks.values()  # type: ignore[arg-type]
+        self.reduces = False
 
     def forward(self, order: str = BLOCKS, fails_at: str = "") -> Tensor:
         x = torch.ones(2, requires_grad=True)
@@ -83,6 +94,8 @@ class _Model:
         def computes(where: str) -> None:
             assert block.is_present
             self.lines.append(f"{where} {name}")
+            if self.reduces and where == "backward":
+                self.plan.finish_later([self._reduction(name)])
 
         def graph(x: Tensor, copy: Tensor) -> list[Tensor]:
             computes("forward")
@@ -98,6 +111,12 @@ class _Model:
             raise
         self.plan.end(block)
         return found
+
+    def _reduction(self, name: str) -> Any:
+        self.lines.append(f"reduce {name}")
+        return SimpleNamespace(
+            add=lambda: self.lines.append(f"add {name}"), finish=lambda: self.lines.append(f"drop {name}")
+        )
 
     def said(self) -> list[str]:
         lines, self.lines[:] = list(self.lines), []
@@ -198,3 +217,28 @@ def test_a_forward_that_ended_after_its_first_block_is_another_one(model):
         model.forward("a")
         model.forward()
     assert model.plan.forwards == before + 2
+
+
+def _about_gradients(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.split()[0] in ("backward", "reduce", "add", "drop")]
+
+
+def test_gradients_are_reduced_while_the_next_block_computes(model):
+    model.reduces = True
+    model.forward().backward()
+    assert _about_gradients(model.said()) == [
+        *("backward c", "reduce c", "backward b", "reduce b", "add c", "backward a", "reduce a", "add b", "add a"),
+    ]
+
+
+def test_reductions_of_a_backward_that_failed_are_dropped(model):
+    model.reduces = True
+    loss = model.forward()
+    model.blocks["a"].copy.untyped_storage().resize_(0)
+    with pytest.raises(PartitionError):
+        loss.backward()
+    model.said()
+    model.blocks["a"].copy.untyped_storage().resize_(4)
+    model.forward().backward()
+    lines = _about_gradients(model.said())
+    assert lines[0] == "drop b" and lines.count("add b") == 1

@@ -1,0 +1,153 @@
+"""The parameters that a block's graphs read, and the reduction of their gradients outside the graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from dsgraph.compat.autograd import accumulates, has_hooks, is_accumulation
+from dsgraph.compat.dtensor import distributed_like
+from dsgraph.inductor_ext import Ranks, c10d_functional, share_memory, sum_over
+from dsgraph.partitioning.markers import start_reducing_gradient
+from dsgraph.partitioning.parameter import ParameterState
+
+Finish = Callable[[], Tensor]
+"""A function that waits for a running reduction and returns this rank's rows of the gradient."""
+
+
+@dataclass(frozen=True)
+class RunningReduction:
+    """The reduction of a gradient that has been started.
+
+    Attributes:
+        param: The parameter whose `.grad` gets the result.
+        finish: Waits for it and returns this rank's rows.
+    """
+
+    param: DTensor
+    finish: Finish
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Wait for the result and add it to the parameter's `.grad`, as autograd would."""
+        grad = distributed_like(self.param, self.finish())
+        if self.param.grad is None:
+            self.param.grad = grad
+        else:
+            self.param.grad.add_(grad)
+
+
+Hand = Callable[[Sequence[RunningReduction]], None]
+"""A function that takes over running reductions and finishes them before the backward ends."""
+
+Start = Callable[[Sequence[tuple[ParameterState, Tensor]]], list[Finish]]
+
+
+def read_in_place(entries: Sequence[ParameterState], full: Sequence[Tensor], start: Start, hand: Hand) -> list[Tensor]:
+    """Return full parameters, differentiable with respect to their shards.
+
+    Args:
+        entries: The parameters, all of which require a gradient.
+        full: Their full values, which share memory with the result.
+        start: Starts the reductions of gradients.
+        hand: Takes over those whose result can come later.
+    """
+    return list(_InPlace.apply(tuple(entries), tuple(full), start, hand, *(entry.param for entry in entries)))
+
+
+class _InPlace(torch.autograd.Function):
+    """An autograd function that returns full parameters in place of their shards.
+
+    A gradient that only goes to the parameter's `.grad` is handed over while it is reduced. Others are reduced at once,
+    such as those that hooks or `torch.autograd.grad` get.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        entries: Sequence[ParameterState],
+        full: Sequence[Tensor],
+        start: Start,
+        hand: Hand,
+        *params: DTensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.entries, ctx.start, ctx.hand = entries, start, hand
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None] * len(grads)
+        nodes = [node for node, _ in ctx.next_functions]
+        needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[4 + number]]
+        finishes = ctx.start([(ctx.entries[number], grads[number]) for number in needed])
+        handed = []
+        for number, finish in zip(needed, finishes, strict=True):
+            node, entry = nodes[number], ctx.entries[number]
+            if _only_adds(node):
+                handed.append(RunningReduction(node.variable, finish))
+            else:
+                results[number] = distributed_like(entry.param, finish())
+        ctx.hand(handed)
+        return (None, None, None, None, *results)
+
+
+def _only_adds(node: Any) -> bool:
+    """Return True for the node of a parameter that adds the gradient to `.grad`, and does nothing else with it."""
+    return is_accumulation(node) and accumulates(node) and not has_hooks(node.variable)
+
+
+def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Finish]:
+    """Start the reductions of full gradients; those of replicated parameters go together.
+
+    Args:
+        pairs: Parameters, each with its gradient `[*shape]`, in the same order on all ranks.
+    """
+    finishes: dict[int, Finish] = {}
+    together: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
+    for number, (entry, grad) in enumerate(pairs):
+        if entry.spec.group:
+            finish = start_reducing_gradient(entry.spec, grad, entry.rows)
+            finishes[number] = partial(_in_own_memory, finish, grad)
+        else:
+            _, reduce_dtype = entry.spec.dtypes(entry.param.dtype)
+            together.setdefault((entry.spec.outer_groups, reduce_dtype), []).append(number)
+    for (groups, dtype), numbers in together.items():
+        finishes |= zip(numbers, _reduce_together([pairs[number] for number in numbers], groups, dtype), strict=True)
+    return [finishes[number] for number in range(len(pairs))]
+
+
+def _in_own_memory(finish: Finish, grad: Tensor) -> Tensor:
+    """Finish a reduction. That of a single rank gives the gradient itself, which several parameters may have."""
+    reduced = finish()
+    return reduced.clone() if share_memory(reduced, grad) else reduced
+
+
+def _reduce_together(
+    pairs: Sequence[tuple[ParameterState, Tensor]], groups: Sequence[str], dtype: torch.dtype
+) -> list[Finish]:
+    """Start to average the gradients of replicated parameters as one tensor."""
+    ranks = [each for each in map(Ranks.of, groups) if each.size > 1]
+    flat = torch.cat([grad.detach().reshape(-1).to(dtype) for _, grad in pairs])
+    if ranks:
+        flat = c10d_functional.all_reduce(flat, "sum", ranks[0].group)
+    parts: list[Tensor] = []
+
+    def finish(number: int) -> Tensor:
+        if not parts:
+            total = sum_over(c10d_functional.wait_tensor(flat), ranks[1:]) if ranks else flat
+            mean = total / math.prod(each.size for each in ranks) if ranks else total
+            parts.extend(mean.split([grad.numel() for _, grad in pairs]))
+        entry, grad = pairs[number]
+        return parts[number].view(grad.shape).to(entry.param.dtype, copy=True)
+
+    return [partial(finish, number) for number in range(len(pairs))]
