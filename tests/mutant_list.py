@@ -661,12 +661,12 @@ BLOCKS = (
     ),
     Mutant(
         *("replicated-gradients-are-summed", "dsgraph/partitioning/blocks/block_reads.py", "wrong scale"),
-        *("_reduce_together", " / math.prod(each.size for each in ranks)", ""),
+        *("_start_replicated", " / math.prod(each.size for each in ranks)", ""),
         killers=("tests/distributed/test_blocks.py",),
     ),
     Mutant(
         *("gradients-of-one-rank-share-memory", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
-        *("_in_own_memory", "share_memory(reduced, grad)", "False"),
+        *("_start_sharded", "finish().clone()", "finish()"),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
     Mutant(
@@ -676,7 +676,7 @@ BLOCKS = (
     ),
     Mutant(
         *("last-gradients-are-not-added", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan._end_backward", "self._finish_reductions()", "pass"),
+        *("BlockPlan._end_backward", "self._finish_reductions(len(self._reductions))", "pass"),
         killers=("tests/partitioning/blocks/test_block_plan.py",),
     ),
     Mutant(
@@ -688,8 +688,8 @@ BLOCKS = (
         *("reductions-are-waited-for-at-once", "dsgraph/partitioning/blocks/block_plan.py", "swapped order"),
         *(
             "BlockPlan.finish_later",
-            "self._finish_reductions()\n        self._reductions.extend(reductions)",
-            "self._reductions.extend(reductions)\n        self._finish_reductions()",
+            "earlier = len(self._reductions)\n        self._reductions.extend(reductions)",
+            "self._reductions.extend(reductions)\n        earlier = len(self._reductions)",
         ),
         killers=("tests/partitioning/blocks/test_block_plan.py",),
     ),

@@ -108,7 +108,7 @@ def save(
             attempt.write(lambda: dcp.save(stored, storage_writer=_writing(attempt.path), planner=planner))
             all_or_none(agreement, doing, lambda: attempt.complete(about))
             return folder / tag
-        written = dcp.async_save(stored, storage_writer=_writing(attempt.path), process_group=writer.group())
+        written = dcp.async_save(stored, storage_writer=_writing(attempt.path, threads=1), process_group=writer.group())
         assert isinstance(written, Future), "only a custom stager returns something else"
 
     def end() -> None:
@@ -162,13 +162,13 @@ class _Attempt:
             unfinished.complete(about)
 
 
-def _writing(folder: Path) -> dcp.FileSystemWriter:
+def _writing(folder: Path, *, threads: int = 2) -> dcp.FileSystemWriter:
     """Return a writer that writes one file while it serializes the other.
 
     With several threads, each asks for a tensor when it has written the one before, also with CUDA: see
-    `frees_written`.
+    `frees_written`. A save that may go on while Python ends takes one: from Python 3.12 on no other could start.
     """
-    return dcp.FileSystemWriter(folder, thread_count=2)
+    return dcp.FileSystemWriter(folder, thread_count=threads)
 
 
 def _content(training: Training, doing: str, **given: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 LERPS_LISTS_OF_SHARDS = torch.__version__ >= "2.13"
 """`torch._foreach_lerp_` takes shards; the foreach step of Adafactor calls it."""
 
-DETACH_REDUCES_NORMS = torch.__version__ >= "2.15"
+DETACH_REDUCES_NORMS = torch.__version__ >= "2.14"
 """The result of `aten.detach` has no partial norm (`_NormPartial`): torch reduces it first."""
 
 

@@ -80,7 +80,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
         accumulated_grad = reducer = None
         is_ours = compiling_backend() == "dsgraph"  # other graphs do not wait for copies
         if is_ours and entry.block_read is not None:
-            return entry.block_read.view_as(entry.block_read)  # a result of the graph wherever the model keeps it
+            return entry.block_read.view_as(entry.block_read)  # an input that leaves the graph would not be seen
         reads_copies = may_have_copy and is_ours
         if may_stay_local and partition.gradients_stay_local:
             if partition.accumulating:

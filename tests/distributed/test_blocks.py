@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
 from dsgraph.partitioning.state import partition_states
+from dsgraph.utils.errors import RanksDisagreeError
 from tests.distributed.test_transformers import DECODER, ENCODER, VOCAB
 from tests.distributed.training import full
 
@@ -277,6 +279,38 @@ def _watches_gradients(run: _Run) -> None:
     run.train("twice")
 
 
+def _runs_backward_after_a_failed_one(run: _Run) -> None:
+    run.train()
+    run.model.ways.add("fail in backward")
+    failing = run.loss()
+    run.model.ways.clear()
+    loss = run.loss()
+    with suppress(ValueError):
+        failing.backward()
+    run.optimizer.zero_grad()
+    loss.backward()
+    run.update()
+
+
+def _freezes_between(run: _Run) -> None:
+    loss = run.loss()
+    run.model.blocks[1].requires_grad_(False)
+    loss.backward()
+    run.numbers.append(torch.tensor([param.grad is None for param in run.model.parameters()]))
+    run.model.blocks[1].requires_grad_(True)
+    run.train()
+
+
+def _turns_gradients_on(run: _Run) -> None:
+    for _ in range(2):
+        with torch.no_grad():
+            loss = run.loss()
+        assert not loss.requires_grad
+        with torch.no_grad(), torch.enable_grad():
+            run.loss().backward()
+        run.update()
+
+
 def _adds_a_penalty(run: _Run) -> None:
     """Other gradients of the same parameters come from outside their block, before and after it."""
     for _ in range(2):
@@ -318,6 +352,9 @@ WAYS: dict[str, Callable[[_Run], None]] = {
     "watches gradients": _watches_gradients,
     "adds a penalty": _adds_a_penalty,
     "trains a part": _trains_a_part,
+    "runs a backward after a failed one": _runs_backward_after_a_failed_one,
+    "freezes between": _freezes_between,
+    "turns gradients on": _turns_gradients_on,
 }
 
 
@@ -350,12 +387,62 @@ _FEW = (
     "adds a penalty",
     "trains a part",
     "differentiates",
+    "runs a backward after a failed one",
+    "freezes between",
 )
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in _FEW else pytest.mark.full) for way in WAYS])
 def test_it_is_what_one_graph_gives(ranks, way):
     ranks(2).run(_compare, way)
+
+
+class _Routed(nn.Module):
+    """A block of which each rank may use other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.takes_b = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.b(x) if self.takes_b else self.a(x)
+
+
+def _use_different_parameters() -> None:
+    model = nn.Sequential(_Routed(), _Routed())
+    dsgraph.partition(model, keep_whole_below=0, blocks="auto")
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    model[1].takes_b = dist.get_rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSGRAPH_EAGER_PATIENCE", "2")
+        with pytest.raises(RanksDisagreeError, match=r"reduces the gradients of 1\.[ab]\.weight in block '1'"):
+            compiled(torch.ones(2, 8)).sum().backward()
+
+
+def test_ranks_that_use_different_parameters_of_a_block_are_told(ranks):
+    ranks(2).run(_use_different_parameters)
+
+
+def _watch_on_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for blocks in ("none", "auto"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = dsgraph.partition(_Model(), mesh, keep_whole_below=20, blocks=blocks)
+        if dist.get_rank() == 0:
+            model.blocks[1].up._parameters["weight"].register_hook(lambda grad: None)
+        compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+        compiled(torch.arange(16).view(2, 8) + dist.get_rank()).backward()
+        found.append([param.grad.to_local() for param in model.parameters() if param.grad is not None])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_hook_on_one_rank_changes_no_order(ranks):
+    ranks(2).run(_watch_on_one_rank)
 
 
 class _Drop(nn.Module):

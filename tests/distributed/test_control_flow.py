@@ -85,7 +85,7 @@ def _same_as_one_process(make: Callable[[], nn.Module], stage: int, codegen: str
         pytest.param(Scan, 1, None, False, marks=pytest.mark.full),
         pytest.param(
             *(Scan, 3, "eager", False),
-            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch refuses a body that returns its input"),
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch refuses a body that returns its input"),
         ),
     ],
 )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from dsgraph.compat.autograd import version_of
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import c10d_functional
+from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.gathered_copies import new_copy, start_gathers
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.ranks.model_operations import ModelOperations
@@ -42,12 +43,12 @@ class Plan(Protocol):
         """Call a compiled graph that reads copies of blocks."""
 
     def finish_later(self, reductions: Sequence[RunningReduction]) -> None:
-        """Take over reductions, to be finished before the backward ends."""
+        """Take over reductions, to be finished at the end of the backward at the latest."""
 
 
 @dataclass(eq=False)
 class BlockCopies:
-    """The gathered copies of a block's sharded parameters.
+    """The parameters of a block; of the sharded ones, the gathered copies.
 
     A copy is one tensor, whose memory is taken before the block runs, forward or backward, and released afterwards.
     Autograd saves the tensor, so it sees the memory that comes back.
@@ -115,11 +116,14 @@ class BlockCopies:
     def hand_out(self) -> None:
         """Let graphs of the running call read the parameters, differentiable with respect to their shards."""
         read = [entry for entry in (*self.entries, *self.replicated) if _may_be_read(entry)]
+        for entry in read:
+            refuse_replaced_data(entry.param, entry.name)
         full = {entry: self._full(entry) for entry in read}
-        trained = [entry for entry in read if entry.param.requires_grad] if torch.is_grad_enabled() else []
+        trained = [entry for entry in read if entry.param.requires_grad and not torch.is_inference_mode_enabled()]
         if trained:
             own = [full[entry] for entry in trained]
-            outputs = read_in_place(trained, own, self._start_reductions, self.plan.finish_later)
+            with torch.enable_grad():  # which the block itself may turn on
+                outputs = read_in_place(trained, own, start=self._start_reductions, hand=self.plan.finish_later)
             full |= zip(trained, outputs, strict=True)
         for entry, tensor in full.items():
             keep_static(tensor)
@@ -188,7 +192,9 @@ class BlockCopies:
         return entry.rows.to(entry.spec.dtypes(entry.param.dtype)[0]).detach()
 
     def _start_reductions(self, pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Finish]:
-        with self.plan.operations.reducing(f"the gradients of block {self.name!r}"):
+        # Ranks whose batches use different parameters are to raise an error, not to wait for each other.
+        names = "" if len(pairs) == len(self.trained()) else " of " + ", ".join(entry.name for entry, _ in pairs)
+        with self.plan.operations.reducing(f"the gradients{names} in block {self.name!r}"):
             return start_reductions(pairs)
 
     def _take_memory(self) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsgraph.compat.autograd import at_end_of_backward, compiled_backwards, running_backward
@@ -18,6 +19,10 @@ from .block_copies import BlockCopies
 from .block_reads import RunningReduction
 
 _NONE = -1
+
+
+def _gone() -> None:
+    """Stand for a weak reference to nothing."""
 
 
 @dataclass(eq=False)
@@ -69,6 +74,7 @@ class BlockPlan:
     _seen: list[BlockCopies] = field(default_factory=list)
     _calls: list[tuple[BlockCopies, _Call]] = field(default_factory=list)
     _backward: int = _NONE
+    _ending: Callable[[], object | None] = _gone
     _reductions: list[RunningReduction] = field(default_factory=list)
 
     def begin(self, block: BlockCopies) -> None:
@@ -125,8 +131,7 @@ class BlockPlan:
             block.keep_for_outputs(outputs)
         for block, call in self._calls:
             call.has_read |= block in blocks
-        if torch.is_grad_enabled():
-            self._watch_backward(blocks, tuple(given[number] for number in numbers), outputs)
+        self._watch_backward(blocks, tuple(given[number] for number in numbers), outputs)
         for block in blocks:
             if not block.running and running_backward() == _NONE:
                 block.release()
@@ -135,8 +140,9 @@ class BlockPlan:
     def finish_later(self, reductions: Sequence[RunningReduction]) -> None:
         """Take over the reductions of a block's gradients, and finish those of the block before."""
         self._enter_backward()
-        self._finish_reductions()
+        earlier = len(self._reductions)
         self._reductions.extend(reductions)
+        self._finish_reductions(earlier)
 
     def note_step(self, stepped: Collection[int]) -> None:
         """Note that an optimizer has stepped on the parameters with these ids."""
@@ -194,23 +200,29 @@ class BlockPlan:
                 block.release()
 
     def _enter_backward(self) -> None:
+        if self._backward != _NONE and self._ending() is None:
+            self._abandon()  # it raised an error: torch has dropped what it would have called at its end
         if self._backward == _NONE:
             self._note_order()
             self._backward = running_backward()
-            at_end_of_backward(self._end_backward)
+            ending = partial(self._end_backward)
+            self._ending = weakref.ref(ending)
+            at_end_of_backward(ending)
 
-    def _finish_reductions(self) -> None:
-        reductions, self._reductions = self._reductions, []
-        for reduction in reductions:
-            reduction.add()
+    def _finish_reductions(self, number: int) -> None:
+        """Finish the reductions that were started first."""
+        for _ in range(number):
+            self._reductions.pop(0).add()
 
     def _end_backward(self) -> None:
         self._backward = _NONE
         self._next_forward()
-        self._finish_reductions()
-        for block in self.blocks:
-            if not block.running:
-                block.release()
+        try:
+            self._finish_reductions(len(self._reductions))
+        finally:
+            for block in self.blocks:
+                if not block.running:
+                    block.release()
 
     def _abandon(self) -> None:
         """Release everything after an error in a forward or backward."""

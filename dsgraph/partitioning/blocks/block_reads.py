@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import accumulates, has_hooks, is_accumulation
 from dsgraph.compat.dtensor import distributed_like
-from dsgraph.inductor_ext import Ranks, c10d_functional, share_memory, sum_over
+from dsgraph.inductor_ext import Ranks, c10d_functional, sum_over
 from dsgraph.partitioning.markers import start_reducing_gradient
 from dsgraph.partitioning.parameter import ParameterState
 
@@ -39,6 +39,8 @@ class RunningReduction:
     def add(self) -> None:
         """Wait for the result and add it to the parameter's `.grad`, as autograd would."""
         grad = distributed_like(self.param, self.finish())
+        if not self.param.requires_grad:  # frozen since the forward
+            return
         if self.param.grad is None:
             self.param.grad = grad
         else:
@@ -46,12 +48,14 @@ class RunningReduction:
 
 
 Hand = Callable[[Sequence[RunningReduction]], None]
-"""A function that takes over running reductions and finishes them before the backward ends."""
+"""A function that takes over running reductions, to be finished at the end of the backward at the latest."""
 
 Start = Callable[[Sequence[tuple[ParameterState, Tensor]]], list[Finish]]
 
 
-def read_in_place(entries: Sequence[ParameterState], full: Sequence[Tensor], start: Start, hand: Hand) -> list[Tensor]:
+def read_in_place(
+    entries: Sequence[ParameterState], full: Sequence[Tensor], *, start: Start, hand: Hand
+) -> list[Tensor]:
     """Return full parameters, differentiable with respect to their shards.
 
     Args:
@@ -66,8 +70,8 @@ def read_in_place(entries: Sequence[ParameterState], full: Sequence[Tensor], sta
 class _InPlace(torch.autograd.Function):
     """An autograd function that returns full parameters in place of their shards.
 
-    A gradient that only goes to the parameter's `.grad` is handed over while it is reduced. Others are reduced at once,
-    such as those that hooks or `torch.autograd.grad` get.
+    The reductions of all gradients start together. A gradient that only goes to the parameter's `.grad` is handed over.
+    Others are waited for, such as those that hooks or `torch.autograd.grad` get.
     """
 
     @staticmethod
@@ -84,8 +88,13 @@ class _InPlace(torch.autograd.Function):
         return tuple(each.detach() for each in full)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.keeps_graph = torch.is_grad_enabled()  # so that `_reduce`'s results refuse a second derivative
+        return _InPlace._reduce(ctx, *grads)
+
+    @staticmethod
+    @once_differentiable
+    def _reduce(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         results: list[Tensor | None] = [None] * len(grads)
         nodes = [node for node, _ in ctx.next_functions]
         needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[4 + number]]
@@ -93,7 +102,7 @@ class _InPlace(torch.autograd.Function):
         handed = []
         for number, finish in zip(needed, finishes, strict=True):
             node, entry = nodes[number], ctx.entries[number]
-            if _only_adds(node):
+            if not ctx.keeps_graph and _only_adds(node):
                 handed.append(RunningReduction(node.variable, finish))
             else:
                 results[number] = distributed_like(entry.param, finish())
@@ -109,6 +118,9 @@ def _only_adds(node: Any) -> bool:
 def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Finish]:
     """Start the reductions of full gradients; those of replicated parameters go together.
 
+    Sums over several groups are finished here, in the same order on all ranks: a rank with a hook waits earlier than
+    the others.
+
     Args:
         pairs: Parameters, each with its gradient `[*shape]`, in the same order on all ranks.
     """
@@ -116,38 +128,51 @@ def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Fin
     together: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
     for number, (entry, grad) in enumerate(pairs):
         if entry.spec.group:
-            finish = start_reducing_gradient(entry.spec, grad, entry.rows)
-            finishes[number] = partial(_in_own_memory, finish, grad)
+            finishes[number] = _start_sharded(entry, grad)
         else:
             _, reduce_dtype = entry.spec.dtypes(entry.param.dtype)
-            together.setdefault((entry.spec.outer_groups, reduce_dtype), []).append(number)
+            together.setdefault((tuple(entry.spec.outer_groups), reduce_dtype), []).append(number)
     for (groups, dtype), numbers in together.items():
-        finishes |= zip(numbers, _reduce_together([pairs[number] for number in numbers], groups, dtype), strict=True)
+        finishes |= zip(numbers, _start_replicated([pairs[number] for number in numbers], groups, dtype), strict=True)
+    for number, (entry, _) in enumerate(pairs):
+        later = _large(entry.spec.outer_groups) if entry.spec.group else _large(entry.spec.outer_groups)[1:]
+        if later:
+            finishes[number] = partial(_given, finishes[number]())
     return [finishes[number] for number in range(len(pairs))]
 
 
-def _in_own_memory(finish: Finish, grad: Tensor) -> Tensor:
-    """Finish a reduction. That of a single rank gives the gradient itself, which several parameters may have."""
-    reduced = finish()
-    return reduced.clone() if share_memory(reduced, grad) else reduced
+def _large(groups: Sequence[str]) -> list[Ranks]:
+    """Return the groups of more than one rank."""
+    return [ranks for ranks in map(Ranks.of, groups) if ranks.size > 1]
 
 
-def _reduce_together(
+def _given(value: Tensor) -> Tensor:
+    return value
+
+
+def _start_sharded(entry: ParameterState, grad: Tensor) -> Finish:
+    finish = start_reducing_gradient(entry.spec, grad, entry.rows)
+    if _large([entry.spec.group, *entry.spec.outer_groups]):
+        return finish
+    return lambda: finish().clone()  # several parameters may have one gradient
+
+
+def _start_replicated(
     pairs: Sequence[tuple[ParameterState, Tensor]], groups: Sequence[str], dtype: torch.dtype
 ) -> list[Finish]:
     """Start to average the gradients of replicated parameters as one tensor."""
-    ranks = [each for each in map(Ranks.of, groups) if each.size > 1]
+    ranks = _large(groups)
     flat = torch.cat([grad.detach().reshape(-1).to(dtype) for _, grad in pairs])
     if ranks:
         flat = c10d_functional.all_reduce(flat, "sum", ranks[0].group)
     parts: list[Tensor] = []
 
-    def finish(number: int) -> Tensor:
+    def finish(entry: ParameterState, shape: torch.Size, number: int) -> Tensor:
         if not parts:
             total = sum_over(c10d_functional.wait_tensor(flat), ranks[1:]) if ranks else flat
             mean = total / math.prod(each.size for each in ranks) if ranks else total
-            parts.extend(mean.split([grad.numel() for _, grad in pairs]))
-        entry, grad = pairs[number]
-        return parts[number].view(grad.shape).to(entry.param.dtype, copy=True)
+            parts.extend(mean.split(sizes))
+        return parts[number].view(shape).to(entry.param.dtype, copy=True)
 
-    return [partial(finish, number) for number in range(len(pairs))]
+    sizes = [grad.numel() for _, grad in pairs]
+    return [partial(finish, entry, grad.shape, number) for number, (entry, grad) in enumerate(pairs)]

@@ -13,6 +13,7 @@ import dsgraph
 from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import partition_states
+from dsgraph.utils.errors import PartitionError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -167,3 +168,20 @@ def test_gradients_have_memory_of_their_own(keep_whole_below):
     grads = [param.grad.to_local() for param in model.parameters()]
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 4
     assert all(torch.equal(grad, torch.ones(2, 8)) for grad in grads)
+
+
+def test_replaced_data_is_refused():
+    model, _ = _model()
+    model(torch.ones(2, 8)).sum().backward()
+    weight = model._orig_mod[1].linear._parameters["weight"]
+    weight.data = weight.data * 2
+    with pytest.raises(PartitionError, match=r"'1\.linear\.weight': its \.data was replaced"):
+        model(torch.ones(2, 8))
+
+
+def test_second_derivatives_are_refused():
+    model, _ = _model()
+    model(torch.ones(2, 8)).sum().backward(create_graph=True)
+    grads = [param.grad.to_local().square().sum() for param in model.parameters()]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        sum(grads).backward()
