@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dsgraph
+from dsgraph.partitioning.blocks.block_frames import ITS_OWN_FRAME
 from tests.gpu.device import ON_CUDA, host_waits, synchronize
 from tests.gpu.models import build
 
@@ -99,4 +100,5 @@ def test_figures(case, device, fake_ranks, record):
     if how is not None:
         report = dsgraph.report(model)
         record(memory=str(report.memory), fallbacks=[str(item) for item in report.fallbacks][:5])
-        assert not report.graph_breaks, report.graph_breaks
+        breaks = [each for each in report.graph_breaks if each.reason != ITS_OWN_FRAME]
+        assert not breaks, breaks
