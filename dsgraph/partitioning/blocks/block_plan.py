@@ -63,7 +63,8 @@ class BlockPlan:
         operations: The model's operations, which ranks compare.
         blocks: All blocks.
         forwards: Number of forwards so far.
-        gathers_ahead: False if the graphs were compiled with `overlap_comm=False`: nothing is gathered before its use.
+        gathers_ahead: False if the graphs were compiled with `overlap_comm=False`: nothing is gathered before its use,
+            and reductions are finished at once.
     """
 
     operations: ModelOperations
@@ -142,7 +143,7 @@ class BlockPlan:
         self._enter_backward()
         earlier = len(self._reductions)
         self._reductions.extend(reductions)
-        self._finish_reductions(earlier)
+        self._finish_reductions(earlier if self.gathers_ahead else len(self._reductions))
 
     def note_step(self, stepped: Collection[int]) -> None:
         """Note that an optimizer has stepped on the parameters with these ids."""

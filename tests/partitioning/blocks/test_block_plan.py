@@ -242,3 +242,11 @@ def test_reductions_of_a_backward_that_failed_are_dropped(model):
     model.forward().backward()
     lines = _about_gradients(model.said())
     assert lines[0] == "drop b" and lines.count("add b") == 1
+
+
+def test_without_overlap_gradients_are_waited_for_at_once(model):
+    model.reduces, model.plan.gathers_ahead = True, False
+    model.forward().backward()
+    assert _about_gradients(model.said()) == [
+        *("backward c", "reduce c", "add c", "backward b", "reduce b", "add b", "backward a", "reduce a", "add a"),
+    ]
