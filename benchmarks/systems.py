@@ -177,7 +177,7 @@ def _dsgraph(
     codegen: str,
     micro_batches: int = 1,
     reduce_once: bool | None = None,
-    blocks: str = "none",
+    blocks: str | None = None,
     **options: object,
 ) -> Step:
     import dsgraph
@@ -218,8 +218,8 @@ SPARE_BYTES = 477 * 10**6
 FIRST_STEP = {
     "blocks": System(partial(_dsgraph, stage=3, codegen="inductor", blocks="auto"), memory=3),
     "blocks-eager": System(partial(_dsgraph, stage=3, codegen="eager", blocks="auto"), memory=3),
-    "flat": System(partial(_dsgraph, stage=3, codegen="inductor"), memory=3),
-    "flat-eager": System(partial(_dsgraph, stage=3, codegen="eager"), memory=3),
+    "flat": System(partial(_dsgraph, stage=3, codegen="inductor", blocks="none"), memory=3),
+    "flat-eager": System(partial(_dsgraph, stage=3, codegen="eager", blocks="none"), memory=3),
     "fsdp2-blocks": System(partial(_fsdp2, by_block=True), memory=3, is_peer=True),
     "blocks-0": System(partial(_dsgraph, stage=0, codegen="inductor", blocks="auto"), memory=0),
     "flat-0": System(partial(_dsgraph, stage=0, codegen="inductor"), memory=0),

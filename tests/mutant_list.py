@@ -620,6 +620,16 @@ OFFLOAD = (
 
 BLOCKS = (
     Mutant(
+        *("block-with-a-cache-is-apart", "dsgraph/partitioning/blocks/block_frames.py", "missing check"),
+        *("_are_plain", "all(_are_plain(item) for item in value)", "True"),
+        killers=("tests/distributed/test_blocks.py",),
+    ),
+    Mutant(
+        *("profile-shares-blocks", "dsgraph/engine/config/options_of_config.py", "missing check"),
+        *("partition_options", "settings.flops_profiler.enabled", "False"),
+        killers=("tests/engine/config/test_options_of_config.py",),
+    ),
+    Mutant(
         *("kept-block-is-trusted", "dsgraph/partitioning/blocks/block_plan.py", "missing check"),
         *("BlockPlan._enter", "if block.is_kept:\n            block.release()", ""),
         killers=("tests/partitioning/blocks/test_block_plan.py",),
@@ -700,7 +710,7 @@ BLOCKS = (
     ),
     Mutant(
         *("blocks-share-one-limit", "dsgraph/partitioning/blocks/block_frames.py", "wrong bound"),
-        *("_run_block", "recompile_limit() + blocks", "recompile_limit()"),
+        *("_allowing_more_recompiles", "recompile_limit() + number", "recompile_limit()"),
         killers=("tests/distributed/test_blocks.py",),
     ),
 )

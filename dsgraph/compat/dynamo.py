@@ -90,7 +90,7 @@ def may_end_frame(*unless_options: str) -> bool:
     Checkpoints are no obstacle: Dynamo then runs them uncompiled, and captures what they call.
 
     Args:
-        unless_options: Options of the backend that need one graph.
+        unless_options: Options of the backend that need one graph, if they are set.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -98,7 +98,7 @@ def may_end_frame(*unless_options: str) -> bool:
     if output is None or getattr(output.compiler_fn, "__name__", "") != "dsgraph":
         return False
     options = getattr(output.compiler_fn, "kwargs", {}).get("options") or {}
-    if any(options.get(name) is not None for name in unless_options):
+    if any(options.get(name) not in (None, False) for name in unless_options):
         return False
     frame, tracer = InstructionTranslator.current_tx(), output.current_tracer
     if frame.one_graph or frame.error_on_graph_break:

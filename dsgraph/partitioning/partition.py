@@ -37,9 +37,7 @@ from .transforms.offloaded import give_places, read_offload, refuse_other_device
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_DEFAULTS = PartitionArguments(
-    stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=KEEP_WHOLE_BELOW, blocks="none"
-)
+_DEFAULTS = PartitionArguments(stage=3, param_dtype=None, reduce_dtype=None, keep_whole_below=KEEP_WHOLE_BELOW)
 
 
 def partition(
@@ -76,9 +74,9 @@ def partition(
             always do.
         blocks: The repeated blocks that are compiled once, each as a frame of its own: "auto" selects all blocks of a
             list of modules that have equal classes and parameters, "none" none; a list names lists of modules, such as
-            ["model.layers"]. Stage 3 gathers the next block while one computes. `fullgraph=True` and the
-            options `memory_limit` and `activation_offload` compile the whole model as one graph all the same. None:
-            "none".
+            ["model.layers"]. Stage 3 gathers the next block while one computes. `fullgraph=True` and the options
+            `memory_limit`, `activation_offload` and `strict` compile the whole model as one graph all the same, and so
+            does a block that gets an object with a state, such as a cache. None: "auto" at stage 3, otherwise "none".
         offload: Tensors to store elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk",
             "folder": "/scratch", "ratio": 0.5}. "optimizer", at every stage: "host" or "disk", the place of the
             optimizer's state; wrap the optimizer with `dsgraph.offload_optimizer`. "parameters", at stage 3: "host" or
@@ -114,7 +112,8 @@ def partition(
     if parts:
         _take_in(model, part_to_extend(model, parts, given, mesh))
     else:
-        _begin(model, mesh, given)
+        gathers = STAGES[given.get("stage", _DEFAULTS.stage)].gathers_each_use
+        _begin(model, mesh, {"blocks": "auto" if gathers else "none", **given})
     return model
 
 

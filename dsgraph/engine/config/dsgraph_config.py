@@ -34,6 +34,12 @@ class DsgraphConfig(Section):
     pipeline: tuple[str, ...] | None = key(
         None, "names of the passes to run, in order; default: the default pipeline", option="pipeline"
     )
+    blocks: Literal["auto", "none"] | tuple[str, ...] | None = key(
+        None,
+        "repeated blocks that are compiled once, see `dsgraph.partition`: `auto`, `none`, or names of lists of modules",
+        argument="blocks",
+        needs=(Needs("flops_profiler.enabled", (False,), "the profile counts the operations of each block apart"),),
+    )
     memory_limit: Bytes | None = key(
         None, 'maximum memory of a step: bytes, a text such as "60GiB", or a share of the device', option="memory_limit"
     )

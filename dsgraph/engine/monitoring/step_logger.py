@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsgraph.engine.config.read_config import ResolvedConfig
 from dsgraph.engine.training_state import TrainingState
 from dsgraph.inductor_ext import Ranks, sum_over
+from dsgraph.partitioning.blocks.repeated_blocks import is_block
 
 from .collective_times import CollectiveTimes
 from .flop_counter import CountedGraphs
@@ -160,7 +161,10 @@ class StepLogger:
         parts = [f"loss {loss:.4g}", f"lr {', '.join(f'{rate:.4g}' for rate in state.get_lr())}"]
         if config.fp16.enabled:
             parts.append(f"loss scale {state.loss_scale.scale:g}")
-        units = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "tflops": "TFLOPS per rank"}
+        # Only what is compiled is counted, and code between blocks may be uncompiled.
+        modules = state.module.modules() if isinstance(state.module, nn.Module) else ()
+        of = " of compiled code" if any(map(is_block, modules)) else ""
+        units = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s", "tflops": f"TFLOPS per rank{of}"}
         speed = self._line_speed.look(self._work())
         parts += [f"{value:.4g} {units[name]}" for name, value in speed.items()]
         parts.append(f"{peak_bytes(self._device) / 2**20:.5g} MiB peak")

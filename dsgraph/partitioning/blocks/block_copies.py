@@ -20,8 +20,11 @@ from dsgraph.ranks.model_operations import ModelOperations
 
 from .block_reads import Finish, RunningReduction, read_in_place, start_reductions
 
-NEED_ONE_GRAPH = ("memory_limit", "activation_offload")
-"""Options of the backend that see values between blocks only in a graph of the whole model."""
+NEED_ONE_GRAPH = ("memory_limit", "activation_offload", "strict")
+"""Options of the backend that need a graph of the whole model.
+
+Two of them see values between blocks only there; `strict` allows no uncompiled code between blocks.
+"""
 
 
 class Plan(Protocol):

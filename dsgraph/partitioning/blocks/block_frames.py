@@ -57,11 +57,28 @@ def define_blocks(model: nn.Module, part: PartitionState) -> None:
 def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
     @wraps(forward)
     def forward_as_frame(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not in_transform() and may_end_frame(*NEED_ONE_GRAPH):
+        if (
+            torch.compiler.is_compiling()
+            and not in_transform()
+            and may_end_frame(*NEED_ONE_GRAPH)
+            and _are_plain((args, kwargs))
+        ):
             return _run_block(forward, blocks, self, args, kwargs)
         return forward(self, *args, **kwargs)
 
     return forward_as_frame
+
+
+def _are_plain(value: object) -> bool:
+    """Return False if a value contains an object with a state, such as a cache of which each block reads its own part.
+
+    A graph that reads such an object is rarely equal to that of another block.
+    """
+    if isinstance(value, (list, tuple)):
+        return all(_are_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_are_plain(item) for item in value.values())
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))
 
 
 @torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured
@@ -71,13 +88,18 @@ def _run_block(
     try:
         _begin(block)
         # A graph may be that of one block alone: a layer that writes to a cache reads its own number.
-        with allowing_recompiles(recompile_limit() + blocks):
+        with _allowing_more_recompiles(blocks):
             outputs = forward(block, *args, **kwargs)
     except BaseException:
         _end(block, failed=True)
         raise
     _end(block)
     return outputs
+
+
+@torch.compiler.disable
+def _allowing_more_recompiles(number: int) -> Any:
+    return allowing_recompiles(recompile_limit() + number)
 
 
 @torch.compiler.disable

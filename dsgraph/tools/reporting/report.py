@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dsgraph.compat.compiled import unwrap_compiled
+from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
 from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, partition_states
@@ -126,7 +127,8 @@ def _on_blocks(state: PartitionState, records: list[CompileEntry]) -> str:
         return ""
     if any(record.module in blocks for record in records):
         return f"{len(blocks)} repeated blocks are graphs of their own"
-    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own"
+    why = f"fullgraph, {', '.join(NEED_ONE_GRAPH)} and arguments with a state, such as a cache, prevent it"
+    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own ({why})"
 
 
 def _parameter(entry: ParameterState, state: PartitionState, *, of: list[PartitionState]) -> Parameter:

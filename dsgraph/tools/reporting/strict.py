@@ -9,7 +9,6 @@ from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.remedies import remedy
 from dsgraph.compiler.request import CompileRequest
-from dsgraph.partitioning.blocks.block_frames import ITS_OWN_FRAME
 from dsgraph.passes import AxisRole
 from dsgraph.passes.kernels.findings import NOWHERE
 from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
@@ -25,13 +24,11 @@ _WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of t
 def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
     """Refuse to continue if Dynamo has given up on a function that called this one or was called by it.
 
-    A function that calls repeated blocks in a loop may run uncompiled: that is what `blocks` asked for.
-
     Raises:
         StrictError: Names the function, the place and torch's reason.
     """
     for frame in given_up:
-        if frame.reason != ITS_OWN_FRAME and frame.concerns(capture.running[:1], capture.running):
+        if frame.concerns(capture.running[:1], capture.running):
             raise StrictError(
                 f"strict: Dynamo gave up on {frame.function} and runs it uncompiled. At {frame.place}: {frame.reason}."
                 f"{remedy(str(frame.place), frame.reason)} Change that line, {_WITHOUT}"
@@ -120,8 +117,6 @@ def refuse_compile(record: CompileEntry) -> None:
 
 
 def _refuse_break(place: str, reason: str, capture: Capture) -> None:
-    if reason == ITS_OWN_FRAME:
-        return
     raise StrictError(
         f"strict: graph break at {place}, in the compile of {capture.where}. Torch's reason: {reason}."
         f"{remedy(place, reason)} Change that line, {_WITHOUT}"

@@ -44,6 +44,8 @@ def test_keys_set_backend_options(sections, expected):
         ({"communication_data_type": "fp32"}, {"stage": 0, "reduce_dtype": torch.float32}),
         ({"zero_optimization": {"param_persistence_threshold": 7}}, {"stage": 0, "keep_whole_below": 7}),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {"stage": 0}),
+        ({"dsgraph": {"blocks": ["layers"]}}, {"stage": 0, "blocks": ("layers",)}),
+        ({"flops_profiler": {"enabled": True}}, {"stage": 0, "blocks": "none"}),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             {"stage": 0, "offload": {"optimizer": "host", "ratio": {"optimizer": 0.5}}},

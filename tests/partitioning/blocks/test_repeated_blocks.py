@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dsgraph
-from dsgraph.partitioning.classes import overrides
+from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.utils.errors import PartitionError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -33,13 +33,17 @@ class _Net(nn.Module):
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if "forward" in overrides(module)]
+    return [name for name, module in model.named_modules() if is_block(module)]
 
 
 def test_equal_blocks_of_lists_are_blocks_and_others_are_not():
-    model = dsgraph.partition(_Net(), blocks="auto")
-    assert _blocks(model) == ["first.0", "first.1", "second.0", "second.1"]
-    assert _blocks(dsgraph.partition(_Net())) == []
+    assert _blocks(dsgraph.partition(_Net(), blocks="auto")) == ["first.0", "first.1", "second.0", "second.1"]
+    assert _blocks(dsgraph.partition(_Net(), blocks="none")) == []
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_the_default_takes_all_blocks_at_stage_3_alone(stage):
+    assert len(_blocks(dsgraph.partition(_Net(), stage=stage))) == (4 if stage == 3 else 0)
 
 
 def test_a_name_takes_the_blocks_of_its_list_alone():

@@ -163,7 +163,7 @@ class Layer(nn.Module):
 
 
 def test_layers_that_share_a_graph_all_count(fake_ranks):
-    whole = dsgraph.partition(nn.Sequential(*(Layer() for _ in range(3))), keep_whole_below=0)
+    whole = dsgraph.partition(nn.Sequential(*(Layer() for _ in range(3))), keep_whole_below=0, blocks="none")
     for layer in whole:
         layer.compile(backend="dsgraph", options=EAGER)
     whole(torch.ones(2, 8, requires_grad=True)).sum().backward()
