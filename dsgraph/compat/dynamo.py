@@ -84,13 +84,14 @@ def return_to_control_flow() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def may_end_frame(*unless_options: str) -> bool:
+def may_end_frame(*unless_options: str, in_checkpoint: bool = False) -> bool:
     """Return True if a graph that Dynamo captures for dsgraph may end here: it is neither whole nor inside an operator.
 
-    Checkpoints are no obstacle: Dynamo then runs them uncompiled, and captures what they call.
+    Checkpoints are such operators: if a graph ends in one, torch runs it uncompiled, with all that it calls.
 
     Args:
-        unless_options: Options of the backend that need one graph, if they are set.
+        unless_options: Options of the backend that need one graph, if they are set to more than "auto" or "none".
+        in_checkpoint: True asks about the graph around the enclosing checkpoints.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -98,16 +99,14 @@ def may_end_frame(*unless_options: str) -> bool:
     if output is None or getattr(output.compiler_fn, "__name__", "") != "dsgraph":
         return False
     options = getattr(output.compiler_fn, "kwargs", {}).get("options") or {}
-    if any(options.get(name) not in (None, False) for name in unless_options):
+    if any(options.get(name) not in (None, False, "auto", "none") for name in unless_options):
         return False
     frame, tracer = InstructionTranslator.current_tx(), output.current_tracer
     if frame.one_graph or frame.error_on_graph_break:
         return False
-    while tracer.parent is not None:
-        if getattr(tracer.source_target, "__name__", "") not in _CHECKPOINTS:
-            return False
+    while in_checkpoint and getattr(tracer.source_target, "__name__", "") in _CHECKPOINTS:
         tracer = tracer.parent
-    return True
+    return tracer.parent is None
 
 
 def keep_static(tensor: torch.Tensor) -> None:

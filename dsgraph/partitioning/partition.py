@@ -72,11 +72,11 @@ def partition(
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
             always do.
-        blocks: The repeated blocks that are compiled once, each as a frame of its own: "auto" selects all blocks of a
-            list of modules that have equal classes and parameters, "none" none; a list names lists of modules, such as
-            ["model.layers"]. Stage 3 gathers the next block while one computes. `fullgraph=True` and the options
-            `memory_limit`, `activation_offload` and `strict` compile the whole model as one graph all the same, and so
-            does a block that gets an object with a state, such as a cache. None: "auto" at stage 3, otherwise "none".
+        blocks: The repeated blocks that are compiled once, each as a frame of its own: "auto" selects the blocks of
+            lists that have equal classes and parameters, if most of the model is inside them; "none" none; a list names
+            lists of modules, such as ["model.layers"]. Stage 3 gathers the next block while one computes. With
+            `fullgraph=True` and some options the whole model is one graph all the same, see docs/concepts/index.md.
+            None: "auto" at stage 3 without parameters on disk, otherwise "none".
         offload: Tensors to store elsewhere than on the model's device: {"optimizer": "host", "parameters": "disk",
             "folder": "/scratch", "ratio": 0.5}. "optimizer", at every stage: "host" or "disk", the place of the
             optimizer's state; wrap the optimizer with `dsgraph.offload_optimizer`. "parameters", at stage 3: "host" or
@@ -112,9 +112,14 @@ def partition(
     if parts:
         _take_in(model, part_to_extend(model, parts, given, mesh))
     else:
-        gathers = STAGES[given.get("stage", _DEFAULTS.stage)].gathers_each_use
-        _begin(model, mesh, {"blocks": "auto" if gathers else "none", **given})
+        _begin(model, mesh, {"blocks": _default_blocks(given), **given})
     return model
+
+
+def _default_blocks(given: Mapping[str, Any]) -> str:
+    """Return the blocks at stage 3; reading ahead from disk does not go beyond a graph, so that needs one."""
+    gathers = STAGES[given.get("stage", _DEFAULTS.stage)].gathers_each_use
+    return "auto" if gathers and not ("offload" in given and given["offload"].parameters) else "none"
 
 
 def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) -> None:

@@ -108,7 +108,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
 
 def _copy_for_graph(entry: ParameterState) -> Tensor | None:
     """Return the gathered copy that the captured graph reads, if there is one."""
-    if entry.gathered_copy is None and not in_transform() and may_end_frame(*NEED_ONE_GRAPH):
+    if entry.gathered_copy is None and not in_transform() and may_end_frame(*NEED_ONE_GRAPH, in_checkpoint=True):
         return entry.block_copy
     return entry.gathered_copy
 

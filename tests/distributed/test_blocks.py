@@ -582,6 +582,43 @@ def test_a_block_that_gets_an_object_stays_in_the_graph_of_the_model(fake_ranks,
     assert len(report.compiles) == (2 if apart else 1)
 
 
+class _Checkpointed(_Body):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, None, use_reentrant=False)
+        return x
+
+
+def test_checkpointed_blocks_stay_in_the_graph_of_the_model(fake_ranks):
+    torch._dynamo.reset()
+    model = dsgraph.partition(_Checkpointed(), keep_whole_below=0)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    compiled(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    report = dsgraph.report(compiled)
+    assert (len(report.compiles), report.fallbacks) == (1, ())
+
+
+class _TwoBodies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Body(), _Body()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.first(tokens) + self.second(tokens, object())
+
+
+def test_only_blocks_that_are_apart_count_in_the_report(fake_ranks):
+    torch._dynamo.reset()
+    model = dsgraph.partition(_TwoBodies(), keep_whole_below=0)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    compiled(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    report = dsgraph.report(compiled)
+    assert "3 repeated blocks are graphs of their own" in report.status
+    (gathers,) = (part for part in report.step.parts if part.where.startswith("gathers of blocks"))
+    assert sum(item.count for item in gathers.traffic) == 2 * (3 + 2)
+
+
 def _traffic(blocks: str) -> int:
     torch._dynamo.reset()
     model = dsgraph.partition(nn.Sequential(*(_Drops(64) for _ in range(3))), keep_whole_below=0, blocks=blocks)

@@ -41,7 +41,9 @@ def check_keys(config: EngineConfig, device: str | None = None) -> list[str]:
 def _problem(config: EngineConfig, path: str, needs: Needs, device: str | None) -> str:
     """Return the message for a condition that does not hold; empty if it holds."""
     value = value_at(config, path)
-    if needs.only not in (None, value) or (needs.unless and value_at(config, needs.unless)):
+    if needs.only not in (None, value) or (needs.not_for is not None and value == needs.not_for):
+        return ""
+    if needs.unless and value_at(config, needs.unless):
         return ""
     other = f"{path.rpartition('.')[0]}{needs.key}" if needs.key.startswith(".") else needs.key
     found = device if other == MODEL_DEVICE else value_at(config, other)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator
 
 from dsgraph.utils.byte_counts import read_bytes
 
-from .key import MODEL_DEVICE, Needs, key
+from .key import MODEL_DEVICE, NO_EFFECT, Needs, key
 from .section import PathText, Section
 
 Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
@@ -17,6 +17,19 @@ Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
 _STATE = "zero_optimization.offload_optimizer"
 _ALL_ON_HOST = "an update is delayed where all of the state is on the host"
 _BELOW_CPU = Needs(MODEL_DEVICE, (), "below the CPU is the disk: use dsgraph.offload_folder", other_than="cpu")
+_ONE_GRAPH = tuple(
+    Needs(key, values, why, note=NO_EFFECT, not_for="none")
+    for key, values, why in (
+        ("dsgraph.compile", (True,), "nothing is compiled"),
+        ("dsgraph.strict", (False,), "strict allows no uncompiled code between blocks"),
+        ("dsgraph.memory_limit", (None,), "the limit is planned for one graph"),
+        ("dsgraph.pipeline", (None,), "the passes are run on one graph"),
+        ("dsgraph.kernels", ("auto", "none"), "the kernels are searched for in one graph"),
+        ("activation_checkpointing.cpu_checkpointing", (False,), "activations are moved within one graph"),
+        ("flops_profiler.enabled", (False,), "the profile counts the operations of each block apart"),
+        ("progressive_layer_drop.enabled", (False,), "blocks that may be skipped are graphs of their own already"),
+    )
+)
 _PLANNED = (
     Needs("dsgraph.memory_limit", (), "what does not fit into half of it is offloaded"),
     Needs(f"{_STATE}.device", ("none",), "the plan decides what is offloaded"),
@@ -38,7 +51,7 @@ class DsgraphConfig(Section):
         None,
         "repeated blocks that are compiled once, see `dsgraph.partition`: `auto`, `none`, or names of lists of modules",
         argument="blocks",
-        needs=(Needs("flops_profiler.enabled", (False,), "the profile counts the operations of each block apart"),),
+        needs=_ONE_GRAPH,
     )
     memory_limit: Bytes | None = key(
         None, 'maximum memory of a step: bytes, a text such as "60GiB", or a share of the device', option="memory_limit"

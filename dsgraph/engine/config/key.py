@@ -28,6 +28,7 @@ class Needs:
         only: The condition holds for this value of the key alone; None for every value but the default.
         note: What the key lacks otherwise, for a line that is printed; empty for an error.
         other_than: The value that the other key may not have, in place of `values`.
+        not_for: The value of the key that needs nothing; None if every value does.
         unless: The path of a key that the engine replaces by the other one: while it is set, nothing is checked.
     """
 
@@ -37,6 +38,7 @@ class Needs:
     only: Any = None
     note: str = ""
     other_than: str | None = None
+    not_for: Any = None
     unless: str = ""
 
     @property

@@ -20,10 +20,11 @@ from dsgraph.ranks.model_operations import ModelOperations
 
 from .block_reads import Finish, RunningReduction, read_in_place, start_reductions
 
-NEED_ONE_GRAPH = ("memory_limit", "activation_offload", "strict")
+NEED_ONE_GRAPH = ("memory_limit", "activation_offload", "strict", "pipeline", "kernels")
 """Options of the backend that need a graph of the whole model.
 
-Two of them see values between blocks only there; `strict` allows no uncompiled code between blocks.
+`memory_limit` and `activation_offload` need the values between blocks; `strict` allows no uncompiled code there; passes
+and kernels that a user names are for the whole model.
 """
 
 

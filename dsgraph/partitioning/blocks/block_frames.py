@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from enum import Enum
 from functools import wraps
 from typing import Any
 
@@ -70,15 +71,15 @@ def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
 
 
 def _are_plain(value: object) -> bool:
-    """Return False if a value contains an object with a state, such as a cache of which each block reads its own part.
+    """Return True if a value contains only tensors, numbers, text, dtypes, devices, enumerations, lists and dicts.
 
-    A graph that reads such an object is rarely equal to that of another block.
+    A graph that reads another object, such as a cache, is rarely equal to that of another block.
     """
     if isinstance(value, (list, tuple)):
         return all(_are_plain(item) for item in value)
     if isinstance(value, dict):
         return all(_are_plain(item) for item in value.values())
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, torch.dtype, torch.device))
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, Enum, torch.dtype, torch.device))
 
 
 @torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured

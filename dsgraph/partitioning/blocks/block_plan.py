@@ -78,6 +78,11 @@ class BlockPlan:
     _ending: Callable[[], object | None] = _gone
     _reductions: list[RunningReduction] = field(default_factory=list)
 
+    def ran(self) -> list[BlockCopies]:
+        """Return the blocks that ran as frames in the last forward."""
+        last = self._seen or self._order
+        return [block for block in self.blocks if block in last]
+
     def begin(self, block: BlockCopies) -> None:
         """Gather a block's copies before its forward, and start to gather the next block's. `end` follows always."""
         self._calls.append((block, _Call()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Literal
 
 from torch import nn
@@ -34,7 +34,12 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
         return frozenset()
     known = set(filter(is_block, model.modules()))
     found = dict(repeated_blocks(model))
-    names = list(found) if chosen == "auto" else chosen
+    if chosen == "auto":
+        names = [name for name, blocks in found.items() if _hold_most(blocks.values(), model.get_submodule(name))]
+        if not _hold_most([block for name in names for block in found[name].values()], model):
+            names = []
+    else:
+        names = list(chosen)
     for name in names:
         if name not in found and not known:
             raise PartitionError(
@@ -42,8 +47,12 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
                 f"{', '.join(found) or 'none'}"
             )
     equal = (block for name in names for block in found.get(name, {}).values())
-    # A forward that was put in place of the class's is the user's.
-    return frozenset(known.union(block for block in equal if "forward" not in block.__dict__))
+    return frozenset(known.union(filter(_may_be_frame, equal)))
+
+
+def _may_be_frame(block: nn.Module) -> bool:
+    """Return False for a forward that the user put in place of the class's, and for torch's, which Dynamo skips."""
+    return "forward" not in block.__dict__ and not plain_class(block).forward.__module__.startswith("torch.")
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
@@ -52,7 +61,9 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or type(module).__module__.startswith(
+            "torch.nn.utils"
+        ):
             continue
         structures: dict[Hashable, dict[str, nn.Module]] = {}
         for key, block in module.named_children():
@@ -64,9 +75,19 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module
             inside = f"{name}."
 
 
+def _hold_most(blocks: Iterable[nn.Module], module: nn.Module) -> bool:
+    """Return whether most of the innermost modules of `module` are inside blocks, so that compiling them once pays."""
+    inside = sum(map(_innermost, blocks))
+    return 2 * inside > _innermost(module)
+
+
+def _innermost(module: nn.Module) -> int:
+    return sum(not any(True for _ in inner.children()) for inner in module.modules())
+
+
 def _computes(block: nn.Module) -> bool:
     """Return whether a block is large enough: torch's own modules of one operation are too small."""
-    return not type(block).__module__.startswith("torch.") or any(True for _ in block.children())
+    return not plain_class(block).__module__.startswith("torch.") or any(True for _ in block.children())
 
 
 def _structure(block: nn.Module) -> Hashable:

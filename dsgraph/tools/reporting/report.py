@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from dsgraph.compat.compiled import unwrap_compiled
-from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
 from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, partition_states
@@ -125,10 +124,10 @@ def _on_blocks(state: PartitionState, records: list[CompileEntry]) -> str:
     blocks = [id(module) for module in state.root.modules() if is_block(module)]
     if not blocks or not records:
         return ""
-    if any(record.module in blocks for record in records):
-        return f"{len(blocks)} repeated blocks are graphs of their own"
-    why = f"fullgraph, {', '.join(NEED_ONE_GRAPH)} and arguments with a state, such as a cache, prevent it"
-    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own ({why})"
+    apart = len(state.plan.ran()) if state.zero.gathers_each_use else len(blocks)
+    if apart and any(record.module in blocks for record in records):
+        return f"{apart} repeated blocks are graphs of their own"
+    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own"
 
 
 def _parameter(entry: ParameterState, state: PartitionState, *, of: list[PartitionState]) -> Parameter:

@@ -91,9 +91,8 @@ def block_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 
     The last block stays between the two. Without blocks that have run as graphs of their own there is none.
     """
-    plan = state.plan
-    blocks = [*plan.blocks, *plan.blocks[:-1]] if plan.forwards else []
-    return _gathers(state, (entry for block in blocks for entry in block.entries), "gather of blocks")
+    blocks = state.plan.ran()
+    return _gathers(state, (entry for block in blocks + blocks[:-1] for entry in block.entries), "gather of blocks")
 
 
 def _gathers(
@@ -117,8 +116,7 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 
 def reduced_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """Return the traffic of reducing the gradients of repeated blocks, between their graphs, in a backward."""
-    blocks = state.plan.blocks if state.plan.forwards else []
-    return add_up(item for block in blocks for item in _reductions(state, block.trained()))
+    return add_up(item for block in state.plan.ran() for item in _reductions(state, block.trained()))
 
 
 def _reductions(state: PartitionState, trained: Iterable[ParameterState]) -> tuple[Traffic, ...]:

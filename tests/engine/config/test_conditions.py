@@ -94,3 +94,22 @@ def test_what_the_section_parallel_supports():
     supported = {path for path, _, entry in entries_of(EngineConfig) if entry.parallel}
     assert {"gradient_clipping", "zero_optimization.stage", "optimizer.params", "parallel.pp"} <= supported
     assert not any(path.startswith(("fp16.", "zero_optimization.offload_")) for path in supported)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"dsgraph": {"compile": False}},
+        {"dsgraph": {"strict": True}},
+        {"dsgraph": {"memory_limit": "1GiB"}},
+        {"dsgraph": {"kernels": ["rms_norm"]}},
+        {"flops_profiler": {"enabled": True}},
+    ],
+)
+def test_blocks_that_cannot_be_apart_are_noted(sections):
+    def found(blocks):
+        return check(**{**sections, "dsgraph": {**sections.get("dsgraph", {}), "blocks": blocks}})
+
+    (note,) = found("auto")
+    assert note.startswith("dsgraph.blocks has no effect: ")
+    assert found("none") == []

@@ -46,6 +46,7 @@ def test_keys_set_backend_options(sections, expected):
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {"stage": 0}),
         ({"dsgraph": {"blocks": ["layers"]}}, {"stage": 0, "blocks": ("layers",)}),
         ({"flops_profiler": {"enabled": True}}, {"stage": 0, "blocks": "none"}),
+        ({"progressive_layer_drop": {"enabled": True}}, {"stage": 0, "blocks": "none"}),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             {"stage": 0, "offload": {"optimizer": "host", "ratio": {"optimizer": 0.5}}},

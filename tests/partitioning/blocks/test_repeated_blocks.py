@@ -60,15 +60,39 @@ def test_a_second_call_takes_in_new_blocks_and_keeps_the_old_ones():
     assert _blocks(dsgraph.partition(around)) == ["0.second.0", "0.second.1", "0.second.3"]
 
 
-def test_layers_of_torch_with_parts_are_blocks_and_single_operations_are_not():
-    layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=8)
-    model = nn.ModuleDict(
-        {
-            "encoder": nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            "mlp": nn.Sequential(*[nn.Linear(8, 8)] * 2),
-        }
-    )
-    assert _blocks(dsgraph.partition(model, blocks="auto")) == ["encoder.layers.0", "encoder.layers.1"]
+class _Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+def _parametrized() -> nn.Module:
+    linear = nn.Linear(8, 8)
+    for _ in range(2):
+        nn.utils.parametrize.register_parametrization(linear, "weight", _Swish())
+    return linear
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False),
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))),
+        lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+        lambda: nn.Sequential(nn.Linear(8, 8), _Swish(), nn.Linear(8, 8), _Swish(), nn.Linear(8, 8)),
+        lambda: nn.Sequential(nn.ModuleList([_Block(), _Block()]), *(nn.Linear(8, 8) for _ in range(2))),
+        _parametrized,
+    ],
+    ids=[
+        "torch's layers",
+        "torch's lists",
+        "torch's operations",
+        "small in a list",
+        "small in a model",
+        "parametrized",
+    ],
+)
+def test_what_dynamo_skips_and_what_is_too_small_are_no_blocks(make):
+    assert _blocks(dsgraph.partition(make(), blocks="auto")) == []
 
 
 def test_a_forward_that_was_put_in_place_of_the_classs_stays_the_users():

@@ -33,7 +33,7 @@ def list_dump(folder: str | Path, *, rank: int | None = None) -> Answer:
 
 
 def _describe(record: CompileRecord) -> str:
-    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or "not partitioned"
+    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or "no shards"
     head = (
         f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}\n"
         f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"
