@@ -32,27 +32,32 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
     """
     if chosen == "none":
         return frozenset()
-    known = set(filter(is_block, model.modules()))
-    found = dict(repeated_blocks(model))
+    known = frozenset(filter(is_block, model.modules()))
+    lists = {
+        name: [block for block in blocks.values() if not _is_of_torch(block)] for name, blocks in repeated_blocks(model)
+    }
+    found = {name: blocks for name, blocks in lists.items() if blocks}
     if chosen == "auto":
-        names = [name for name, blocks in found.items() if _hold_most(blocks.values(), model.get_submodule(name))]
-        if not _hold_most([block for name in names for block in found[name].values()], model):
-            names = []
-    else:
-        names = list(chosen)
-    for name in names:
+        large = [blocks for name, blocks in found.items() if _hold_most(blocks, model.get_submodule(name))]
+        equal = [block for blocks in large for block in blocks]
+        return known | _without_replaced(equal if _hold_most(equal, model) else ())
+    for name in chosen:
         if name not in found and not known:
             raise PartitionError(
                 f"blocks names {name!r}, which is no list of equal blocks{nearest(name, list(found))}; there are "
-                f"{', '.join(found) or 'none'}"
+                f"{', '.join(found) or 'none'}. Torch's own modules are no blocks"
             )
-    equal = (block for name in names for block in found.get(name, {}).values())
-    return frozenset(known.union(filter(_may_be_frame, equal)))
+    return known | _without_replaced(block for name in chosen for block in found.get(name, ()))
 
 
-def _may_be_frame(block: nn.Module) -> bool:
-    """Return False for a forward that the user put in place of the class's, and for torch's, which Dynamo skips."""
-    return "forward" not in block.__dict__ and not plain_class(block).forward.__module__.startswith("torch.")
+def _is_of_torch(block: nn.Module) -> bool:
+    """Return True for a block with a forward of torch, which Dynamo does not capture by itself."""
+    return plain_class(block).forward.__module__.startswith("torch.")
+
+
+def _without_replaced(blocks: Iterable[nn.Module]) -> frozenset[nn.Module]:
+    """Return the blocks without those whose forward the user has replaced."""
+    return frozenset(block for block in blocks if "forward" not in block.__dict__)
 
 
 def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module]]]:
@@ -87,7 +92,7 @@ def _innermost(module: nn.Module) -> int:
 
 def _computes(block: nn.Module) -> bool:
     """Return whether a block is large enough: torch's own modules of one operation are too small."""
-    return not plain_class(block).__module__.startswith("torch.") or any(True for _ in block.children())
+    return not type(block).__module__.startswith("torch.") or any(True for _ in block.children())
 
 
 def _structure(block: nn.Module) -> Hashable:

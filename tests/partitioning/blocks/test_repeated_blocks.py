@@ -95,6 +95,19 @@ def test_what_dynamo_skips_and_what_is_too_small_are_no_blocks(make):
     assert _blocks(dsgraph.partition(make(), blocks="auto")) == []
 
 
+def test_torchs_layers_cannot_be_named():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False)
+    with pytest.raises(PartitionError, match=r"'layers', which is no list of equal blocks; .* Torch's own modules are"):
+        dsgraph.partition(encoder, blocks=["layers"])
+
+
+def test_torchs_layers_do_not_make_a_small_list_large():
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    model = nn.ModuleDict({"large": nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)})
+    model["small"] = nn.ModuleList([_Block(), _Block()])
+    assert _blocks(dsgraph.partition(model, blocks="auto")) == []
+
+
 def test_a_forward_that_was_put_in_place_of_the_classs_stays_the_users():
     model = _Net()
     model.first[1].forward = MethodType(lambda self, x: x, model.first[1])
