@@ -1337,6 +1337,26 @@ PARALLEL = (
         ),
     ),
     Mutant(
+        *("stages-evaluate-as-in-training", "dsgraph/parallel/pipeline/evaluation.py", "missing step"),
+        *("Evaluation.__init__", "model.eval()", "model"),
+        killers=("tests/distributed/test_pipeline_evaluation.py",),
+    ),
+    Mutant(
+        *("evaluation-cuts-anywhere", "passes/parallel/split_stages.py", "wrong bound"),
+        *("stages_by_parameters", "if not reads or stage >= reads[-1][1]", ""),
+        killers=("tests/distributed/test_pipeline_evaluation.py", "tests/passes/parallel/test_split_stages.py"),
+    ),
+    Mutant(
+        *("stages-add-up-in-16-bits", "dsgraph/parallel/pipeline/sharded_stages.py", "missing cast"),
+        *("ShardedStages.add_gradient", "full.grad.to(entry.param.dtype)", "full.grad"),
+        killers=("tests/distributed/test_pipeline_precision.py",),
+    ),
+    Mutant(
+        *("scaled-loss-returned", "dsgraph/parallel/pipeline/pipelined.py", "missing term"),
+        *("PipelinedModel.step", " / self._loss.scale", ""),
+        killers=("tests/engine/test_pipeline_schedule.py",),
+    ),
+    Mutant(
         *("stages-receive-what-was-captured", "dsgraph/parallel/pipeline/stage_runs.py", "missing check"),
         *("StageRuns.now", "self.autocast()", '"no autocast"'),
         killers=("tests/distributed/test_pipeline.py::test_autocast_around_a_step_is_that_of_one_process",),

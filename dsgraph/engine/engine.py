@@ -93,7 +93,7 @@ class Engine(EngineInfo):
         """Run the model. In training, what follows belongs to a micro-batch of the current step.
 
         Raises:
-            EngineError: With the section `parallel`, as `backward`, `step`, `no_sync` and `eval_batch`.
+            EngineError: With the section `parallel`, as `backward`, `step` and `no_sync`.
         """
         return self._strategy.forward(args, kwargs, is_training=self.training)
 
@@ -153,7 +153,11 @@ class Engine(EngineInfo):
         return self._strategy.train_batch(batches_of(self.training_dataloader) if data is None else data, self)
 
     def eval_batch(self, data: Iterator[Any]) -> Any:
-        """Return the model's output for one micro-batch, without gradients."""
+        """Return the model's output for one micro-batch, without gradients.
+
+        With the section `parallel`, as in DeepSpeed: run the micro-batches of a step as the model does it in `eval()`,
+        and return the mean of their losses over all ranks.
+        """
         return self._strategy.evaluate(data, self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -18,6 +18,7 @@ from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
+from .config.options_of_config import partition_options
 from .config.read_config import ResolvedConfig
 from .data import RankLoader
 
@@ -67,6 +68,8 @@ def parallel_model(
         schedule=layout.schedule,
         split=layout.split,
         keep_whole_below=config.zero_optimization.param_persistence_threshold,
+        param_dtype=config.compute_dtype,
+        reduce_dtype=partition_options(config).get("reduce_dtype"),
         options=dict(options) if compiles else None,
     )
 

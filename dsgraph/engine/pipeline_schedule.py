@@ -31,11 +31,14 @@ class PipelineSchedule:
     def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step. Return the mean of their losses over all ranks."""
         state, count = self._state, self._state.resolved.batch.micro_batches
-        args, kwargs = as_arguments(_joined([next_of_step(data, number, count) for number in range(count)]))
+        args, kwargs = as_arguments(self._next_batch(data))
         self._logger.count_tokens(args, kwargs)
-        loss = self._module.step(*args, **kwargs)
+        self._module.scale_loss(state.loss_scale.scale)
+        with self._logger.stopwatch.part("schedule"):
+            loss = self._module.step(*args, **kwargs)
         self._logger.take_loss(loss)
-        self._update.run(self._module.local_gradients)
+        with self._logger.stopwatch.part("step"):
+            self._update.run(self._module.local_gradients)
         self._module.zero_grad()  # also of parameters that the optimizer does not update
         state.counts.micro += count
         self._logger.after_step(state)
@@ -57,9 +60,15 @@ class PipelineSchedule:
         """Raise an error, as `backward`."""
         _refuse("engine.no_sync")
 
-    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Any:
-        """Raise an error: a schedule computes only losses and gradients."""
-        _refuse("engine.eval_batch")
+    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
+        """Run the forward of a step's micro-batches in `eval()`. Return the mean of their losses over all ranks."""
+        args, kwargs = as_arguments(self._next_batch(data))
+        return self._module.evaluate(*args, **kwargs)
+
+    def _next_batch(self, data: Iterator[Any]) -> Any:
+        """Return the micro-batches of a step as one batch."""
+        count = self._state.resolved.batch.micro_batches
+        return _joined([next_of_step(data, number, count) for number in range(count)])
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to 0."""

@@ -37,14 +37,15 @@ def parallelize(
     plan: Literal["auto"] | Mapping[str, Any] = "auto",
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     keep_whole_below: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     materialize: Materialize | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
     """Distribute an unmodified model over dp x tp x pp ranks: ZeRO, tensor parallelism, pipeline stages.
 
     Every rank calls it with the same model. Neighbouring ranks are tensor-parallel, which sends most; then come
-    data-parallel ranks; pipeline stages are farthest apart. A launcher that numbers ranks node by node thus keeps
-    tensor parallelism inside nodes and places stages on different nodes.
+    data-parallel ranks; pipeline stages are farthest apart, on other nodes if ranks are numbered node by node.
 
     Args:
         model: A model on one device that `pipeline` and, with `tp`, `tensor_parallel` support.
@@ -60,6 +61,8 @@ def parallelize(
         plan: See `tensor_parallel`.
         loss_fn: See `pipeline`.
         keep_whole_below: See `partition`.
+        param_dtype: See `pipeline`.
+        reduce_dtype: See `pipeline`.
         materialize: See `pipeline`; with `tp` the model must have values already.
         options: See `pipeline`.
 
@@ -71,30 +74,33 @@ def parallelize(
         PartitionError: A part of the model is not supported.
     """
     _check(dp=dp, tp=tp, pp=pp)
-    devices = parameter_devices(model)
-    device = devices[0] if devices and devices[0] != "meta" else _accelerator()
-    mesh = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    named = dict(example_kwargs or {})
+    mesh = init_device_mesh(_device_of(model), (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     if tp > 1:
-        if example_inputs and named:
-            raise OptionError("parallelize: with tp, give example_inputs or example_kwargs, not both")
-        tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=named or example_inputs)
-    stages = pp * (2 if SCHEDULES.get(schedule) else 1)
+        tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=_one_of(example_inputs, example_kwargs))
+    count = pp * (2 if SCHEDULES.get(schedule) else 1) if microbatches is None else microbatches
     return pipeline(
         model,
         mesh["pp"],
         example_inputs,
-        example_kwargs=named,
-        microbatches=stages if microbatches is None else microbatches,
+        example_kwargs=example_kwargs,
+        microbatches=count,
         schedule=schedule,
         split=split,
         loss_fn=loss_fn,
         materialize=materialize,
-        data_parallel=mesh["dp"] if dp > 1 else None,
+        data_parallel=mesh["dp"] if dp > 1 or param_dtype or reduce_dtype else None,
         zero_stage=zero_stage if dp > 1 else 0,
         keep_whole_below=keep_whole_below,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
         options=options,
     )
+
+
+def _one_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | dict[str, Any]:
+    if args and kwargs:
+        raise OptionError("parallelize: with tp, give example_inputs or example_kwargs, not both")
+    return dict(kwargs) if kwargs else args
 
 
 def _check(**sizes: int) -> None:
@@ -113,6 +119,10 @@ def _check(**sizes: int) -> None:
         )
 
 
-def _accelerator() -> str:
+def _device_of(model: nn.Module) -> str:
+    """Return the device of a model; for one without values the accelerator."""
+    devices = parameter_devices(model)
+    if devices and devices[0] != "meta":
+        return devices[0]
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None else "cpu"

@@ -56,7 +56,8 @@ def sliced_cross_entropy(
         A scalar, or `[rows]` without a reduction, the same on all ranks.
     """
     wide = torch.promote_types(own.dtype, torch.float32)
-    dtype = wide if torch.is_autocast_enabled(own.device.type) else own.dtype
+    kind = own.device.type
+    dtype = wide if kind != "meta" and torch.is_autocast_enabled(kind) else own.dtype  # which meta does not have
     own = own.to(wide)
     largest = c10d_functional.all_reduce(own.detach().amax(-1), "max", group)
     shifted = own - c10d_functional.wait_tensor(largest).unsqueeze(-1)

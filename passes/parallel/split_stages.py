@@ -146,6 +146,47 @@ class SplitStages:
         return [places[at] for at in chosen]
 
 
+def stages_by_parameters(
+    graph: Graph, readers: Mapping[str, Collection[int]], *, count: int, repeated: Collection[Node] = ()
+) -> StagePlan:
+    """Return the stages of another forward of a model, whose parameters are on stages already.
+
+    Between the last parameter of a stage and the first of the next one, the cut is where the fewest bytes cross.
+
+    Args:
+        graph: A captured forward; each node's `meta["val"]` holds its fake value.
+        readers: Placeholder of a parameter or buffer -> the stages that hold it.
+        count: Number of stages.
+        repeated: Nodes that each stage that reads them computes locally: they cross no boundary.
+
+    Raises:
+        PassError: The forward reads parameters in another order than that of their stages, or cannot be cut there.
+    """
+    order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    crossing = _crossing_bytes(order, set(repeated))
+    reads: list[tuple[int, int]] = []  # place, stage
+    for place, node in enumerate(order):
+        for read in node.all_input_nodes if node not in repeated else ():
+            if read.name not in readers:
+                continue
+            stages = [stage for stage in readers[read.name] if not reads or stage >= reads[-1][1]]
+            if not stages:
+                raise PassError(
+                    f"stages: {node.name} reads {read.name}, which is on stage {max(readers[read.name])}, after "
+                    f"parameters of stage {reads[-1][1]}: the order differs from that of the forward that was split"
+                )
+            reads.append((place, min(stages)))
+    cuts: list[int] = []
+    for stage in range(1, count):
+        first = max([place + 1 for place, at in reads if at < stage] + cuts[-1:], default=0)
+        last = min([place for place, at in reads if at >= stage], default=len(order))
+        legal = [place for place in range(first, last + 1) if math.isfinite(crossing[place])]
+        if not legal:
+            raise PassError(f"stages: the graph cannot be cut between the parameters of stage {stage - 1} and {stage}")
+        cuts.append(min(legal, key=lambda place: crossing[place]))
+    return _planned(order, cuts, [0.0] * (len(order) + 1), crossing)
+
+
 def _best(
     sums: Sequence[float], sizes: Sequence[float], prices: Sequence[float], stages: int, limit: float
 ) -> tuple[float, list[int]]:

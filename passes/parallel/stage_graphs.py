@@ -131,6 +131,16 @@ def _stage_graph(
     )
 
 
+def describe_stages(graphs: Sequence[StageGraph]) -> list[str]:
+    """Return a line for each stage, which is equal on ranks that run the same stages."""
+    lines = []
+    for number, graph in enumerate(graphs):
+        values = [node.meta["val"] for node in graph.sent]
+        sent = [(tuple(value.shape), str(value.dtype), value.requires_grad) for value in values]
+        lines.append(f"stage {number} sends {sent}, reads {graph.roots}, holds {graph.parameters}")
+    return lines
+
+
 def put(root: nn.Module, name: str, tensor: Tensor) -> None:
     """Register a parameter or buffer under a dotted name, with the modules on its path."""
     *path, leaf = name.split(".")

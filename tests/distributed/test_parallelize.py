@@ -289,7 +289,7 @@ def test_the_engine_trains_what_the_section_parallel_divides(ranks, tmp_path):
 def _refuse_config() -> None:
     example = {"input_ids": _ids(0), "labels": _ids(0)}
     for more, message in (
-        ({"fp16": {"enabled": True}}, "fp16.enabled is not supported with the section `parallel` yet"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is not supported with the section `parallel`"),
         ({"optimizer": {"type": "Lamb"}}, "Lamb needs full parameters"),
         ({"parallel": {"dp": 1, "stages": 2}}, "unknown key 'parallel.stages'"),
     ):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +88,6 @@ def _refusals() -> None:
         lambda: engine.backward(loss),
         engine.step,
         lambda: engine.no_sync().__enter__(),
-        lambda: engine.eval_batch(iter(_batches(1))),
     ):
         with pytest.raises(dsgraph.EngineError, match=r"is not supported with the section parallel.*train_batch"):
             call()
@@ -93,6 +95,8 @@ def _refusals() -> None:
         engine.train_batch()
     with pytest.raises(dsgraph.EngineError, match="the iterator ended after micro-batch 1 of 2"):
         engine.train_batch(iter(_batches(1)))
+    with pytest.raises(dsgraph.EngineError, match="the iterator ended after micro-batch 1 of 2"):
+        engine.eval_batch(iter(_batches(1)))
     for call in (lambda: engine.export("weights"), lambda: engine.load_pretrained("weights")):
         with pytest.raises(CheckpointError, match="is not supported with the section parallel"):
             call()
@@ -136,13 +140,85 @@ def test_the_mode_and_the_state_of_the_model_are_not_set_through_the_engine(one_
     for call in (engine.half, lambda: engine.to("meta"), lambda: engine.apply(print)):
         with pytest.raises(dsgraph.EngineError, match=r"is not supported with the section parallel: \w+ .*initialize"):
             call()
-    data = iter(_batches(1))
-    with pytest.raises(dsgraph.EngineError, match=r"^engine.eval_batch is not supported"):
-        engine.eval_batch(data)
-    assert len(list(data)) == 1, "no batch was taken"
+
+
+def test_a_batch_is_evaluated_as_in_eval(one_rank):
+    model, batches = nn.Sequential(_model(), nn.Dropout(0.5), _Mean()), _batches(2)
+    expected = sum(copy.deepcopy(model).eval()(batch) for batch in batches) / 2
+    engine, *_ = dsgraph.initialize(model=model, config=_ONE, example=(torch.ones(2, 4),))
+    assert float(engine.eval_batch(iter(batches))) == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_auto_does_not_make_a_section_parallel(one_rank):
     config = {**CONFIG, "parallel": {"dp": "auto"}, "memory_breakdown": True}
     engine, *_ = dsgraph.initialize(model=_model(), config=config)
     assert isinstance(engine.module, nn.Module) and not engine.config.is_parallel
+
+
+def _in_float16(parallel: dict[str, int] | None) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Return losses and loss scales of steps, of which the first overflow, and this rank's parameters."""
+    config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
+    config = {**config, "parallel": parallel} if parallel else {k: v for k, v in config.items() if k != "parallel"}
+    given = {"example": (torch.ones(2, 4),)} if parallel else {}
+    engine, *_ = dsgraph.initialize(model=_model(), config=config, **given)
+    data = iter(_batches(16))
+    losses, scales = [], []
+    for _ in range(8):
+        losses.append(float(engine.train_batch(data)))
+        scales.append(engine.loss_scale)
+    assert 0 < engine.skipped_steps < 8 and engine.get_global_grad_norm() > 0
+    tensors = (
+        engine.module.full_parameters()
+        if parallel
+        else {name: param.full_tensor().detach() for name, param in engine.module.named_parameters()}
+    )
+    return losses, scales, tensors
+
+
+def test_float16_skips_the_steps_that_one_process_skips(ranks, one_rank):
+    losses, scales, whole = _in_float16(None)
+    for mine, own_scales, held in ranks(2).run(_in_float16, {"pp": 2}):
+        assert own_scales == scales and mine == pytest.approx(losses, rel=1e-3)
+        assert held and all(torch.allclose(value, whole[name], atol=1e-4) for name, value in held.items())
+
+
+def _with(sections: dict[str, Any], folder: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, float]]:
+    config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, **sections}
+    config["zero_optimization"] = json.loads(json.dumps(config.get("zero_optimization", {})).replace("FOLDER", folder))
+    engine, *_ = dsgraph.initialize(model=_model(), config=config, example=(torch.ones(2, 4),))
+    data = iter(_batches(12))
+    losses = [float(engine.train_batch(data)) for _ in range(6)]
+    held, times = engine.module.full_parameters(), engine.timings()
+    engine.close()
+    return losses, held, times
+
+
+_OFFLOADED = {"offload_optimizer": {"device": "nvme", "nvme_path": "FOLDER"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "count"),
+    [
+        ({"zero_optimization": _OFFLOADED}, 2),
+        pytest.param(
+            {"zero_optimization": {"stage": 1, **_OFFLOADED}, "parallel": {"pp": 2, "dp": 2}}, 4, marks=pytest.mark.full
+        ),
+        ({"communication_data_type": "fp32"}, 2),
+    ],
+)
+def test_sections_that_change_no_number(ranks, tmp_path, sections, count):
+    plain = {"parallel": sections["parallel"]} if "parallel" in sections else {}
+    expected = ranks(count).run(_with, plain, str(tmp_path))
+    for (losses, held, _), (wanted, whole, _) in zip(
+        ranks(count).run(_with, sections, str(tmp_path)), expected, strict=True
+    ):
+        assert losses == wanted and all(torch.equal(value, whole[name]) for name, value in held.items())
+
+
+def test_steps_are_timed_and_written_to_files(ranks, tmp_path):
+    file = tmp_path / "scalars.jsonl"
+    asked = {"wall_clock_breakdown": True, "dsgraph": {"compile": False, "metrics_file": str(file)}}
+    (losses, _, times), _ = ranks(2).run(_with, asked, str(tmp_path))
+    assert set(times) == {"schedule", "step"} and min(times.values()) > 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["Train/Samples/train_loss"] for line in lines] == pytest.approx(losses, rel=1e-6)

@@ -83,5 +83,5 @@ class DsgraphConfig(Section):
         0, "loader processes per rank for `training_data`; 0: load in the rank's own process", ge=0, parallel=True
     )
     metrics_file: str | None = key(
-        None, "file to which the scalars of each step are appended, one JSON object per line"
+        None, "file to which the scalars of each step are appended, one JSON object per line", parallel=True
     )

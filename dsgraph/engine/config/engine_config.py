@@ -74,15 +74,18 @@ class Fp16Config(Section):
         "compute the forward with float16 parameters; shards stay in float32",
         argument="param_dtype",
         value=_compute_dtype,
+        parallel=True,
         auto=FromArguments("fp16", lambda args, _: bool(args.fp16 or args.fp16_full_eval)),
         needs=(Needs("bf16.enabled", (False,), "the forward has one dtype"),),
     )
-    loss_scale: float = key(0, "fixed loss scale; 0: dynamic loss scale", ge=0)
-    initial_scale_power: int = key(16, "the dynamic scale starts at 2 to this power", ge=0)
-    loss_scale_window: int = key(1000, "number of steps without overflow until the scale doubles", ge=1)
-    hysteresis: int = key(2, "number of overflows until the scale halves", ge=1)
-    consecutive_hysteresis: bool = key(False, "reset the count of overflows after a step without overflow")
-    min_loss_scale: float = key(1, "smallest scale; an overflow at this scale is an error", gt=0)
+    loss_scale: float = key(0, "fixed loss scale; 0: dynamic loss scale", ge=0, parallel=True)
+    initial_scale_power: int = key(16, "the dynamic scale starts at 2 to this power", ge=0, parallel=True)
+    loss_scale_window: int = key(1000, "number of steps without overflow until the scale doubles", ge=1, parallel=True)
+    hysteresis: int = key(2, "number of overflows until the scale halves", ge=1, parallel=True)
+    consecutive_hysteresis: bool = key(
+        False, "reset the count of overflows after a step without overflow", parallel=True
+    )
+    min_loss_scale: float = key(1, "smallest scale; an overflow at this scale is an error", gt=0, parallel=True)
 
 
 class Bf16Config(Section):
@@ -93,9 +96,10 @@ class Bf16Config(Section):
         "compute the forward with bfloat16 parameters; shards stay in float32",
         argument="param_dtype",
         value=_compute_dtype,
+        parallel=True,
         auto=FromArguments("bf16", lambda args, _: bool(args.bf16 or args.bf16_full_eval)),
     )
-    check_grad_overflow: bool = key(True, "skip a step if gradients are not finite")
+    check_grad_overflow: bool = key(True, "skip a step if gradients are not finite", parallel=True)
 
 
 class FlopsProfilerConfig(Section):
@@ -114,9 +118,9 @@ class FlopsProfilerConfig(Section):
 
 
 class _ScalarFilesConfig(Section):
-    enabled: bool = key(False, "write the scalars")
-    output_path: PathText = key("", "parent of the job's folder; default: the working directory")
-    job_name: str = key("DeepSpeedJobName", "name of the job's folder")
+    enabled: bool = key(False, "write the scalars", parallel=True)
+    output_path: PathText = key("", "parent of the job's folder; default: the working directory", parallel=True)
+    job_name: str = key("DeepSpeedJobName", "name of the job's folder", parallel=True)
 
 
 class TensorboardConfig(_ScalarFilesConfig):
@@ -214,6 +218,7 @@ class EngineConfig(Section):
         "dtype in which gradients are summed over ranks; default: the dtype of the forward",
         argument="reduce_dtype",
         value=lambda name, _: _DTYPES[name],
+        parallel=True,
     )
     dataloader_drop_last: bool = key(
         False,
@@ -223,7 +228,11 @@ class EngineConfig(Section):
     )
     dump_state: bool = key(False, "print the resolved configuration when the engine is created", parallel=True)
     wall_clock_breakdown: bool = key(
-        False, "print the time of forward, backward and step with each printed line", needs=(_PRINTED,)
+        False,
+        "print the time of forward, backward and step with each printed line; with the section `parallel`, of the "
+        "schedule and the step",
+        needs=(_PRINTED,),
+        parallel=True,
     )
     memory_breakdown: bool = key(False, "print the memory use by part with each printed line", needs=(_PRINTED,))
     optimizer: OptimizerConfig | None = None

@@ -55,9 +55,15 @@ class _OffloadConfig(Section):
         None,
         "folder on that disk; created if it does not exist",
         needs=(Needs(".device", ("nvme",), "nothing is stored on disk"),),
+        parallel=True,
     )
     ratio: float = key(
-        1.0, "share that is offloaded; the part of the last parameters stays in memory", gt=0, le=1, needs=(_IS_SET,)
+        1.0,
+        "share that is offloaded; the part of the last parameters stays in memory",
+        gt=0,
+        le=1,
+        needs=(_IS_SET,),
+        parallel=True,
     )
 
 
@@ -71,11 +77,13 @@ class OffloadOptimizerConfig(_OffloadConfig):
         argument="offload",
         value=_partition_offload,
         needs=_DISK,
+        parallel=True,
     )
     pin_memory: bool | None = key(
         None,
         'use pinned host memory, for "cpu" and a model on CUDA; `false` disables it',
         needs=(_IS_SET, Needs(MODEL_DEVICE, (), "nothing is copied to a device", note=NO_EFFECT, other_than="cpu")),
+        parallel=True,
     )
 
 

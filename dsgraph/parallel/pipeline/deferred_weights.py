@@ -18,9 +18,14 @@ from torch.fx import GraphModule, Node
 
 
 class WeightQueue:
-    """A queue of weight gradients that are still to be computed."""
+    """A queue of weight gradients that are still to be computed.
+
+    Attributes:
+        after_gradient: Called with a parameter when its `.grad` has been added to, as hooks of autograd are.
+    """
 
     def __init__(self) -> None:
+        self.after_gradient: Callable[[nn.Parameter], None] | None = None
         self._left: list[tuple[nn.Parameter, Callable[[], Tensor]]] = []
 
     def add(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
@@ -36,6 +41,8 @@ class WeightQueue:
                 while taken:
                     weight, gradient = taken.pop()
                     weight.grad = gradient() if weight.grad is None else weight.grad.add_(gradient())
+                    if self.after_gradient is not None:
+                        self.after_gradient(weight)
 
         return run
 

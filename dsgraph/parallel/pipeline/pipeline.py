@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +17,27 @@ from dsgraph.compat.process_groups import group_timeout
 from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
 from dsgraph.inductor_ext import resolve_group
+from dsgraph.partitioning.forward_inputs import cast_floating
 from dsgraph.passes import CostModel
-from dsgraph.passes.parallel.split_stages import SplitStages, StagePlan
-from dsgraph.passes.parallel.stage_graphs import StageGraph, return_only, stage_graphs
+from dsgraph.passes.parallel.split_stages import SplitStages
+from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches
 from dsgraph.ranks.mesh import axis_group, mesh_axes, mesh_ranks
 from dsgraph.utils.errors import OptionError
 
 from .captured_model import CapturedModel, capture_model
-from .pipelined import PipelinedModel, PipelineReport
+from .evaluation import Evaluation, Held
+from .model_copy import with_values, without_values
+from .pipeline_report import PipelineReport
+from .pipelined import PipelinedModel
 from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_microbatches, check_order, stages_of_ranks
-from .sharded_stages import Copies, ShardedStages
+from .sharded_stages import Copies
 from .stage_modules import LossOf, StageModule
 from .stage_runs import StageRuns
 from .stage_values import Materialize, own_values, share_first_values
-from .tied_gradients import StepGradients
+from .step_arguments import StepArguments
+from .tied_gradients import gradients_of_stages, tied_parameters
 
 
 def pipeline(
@@ -49,6 +55,8 @@ def pipeline(
     data_parallel: DeviceMesh | None = None,
     zero_stage: int = 0,
     keep_whole_below: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> PipelinedModel:
     """Split an unmodified model into pipeline stages.
@@ -74,6 +82,9 @@ def pipeline(
         zero_stage: ZeRO stage over those ranks, 0 to 3, as for `partition`. Parameters are gathered once a step, and
             gradients reduced once a step.
         keep_whole_below: As for `partition`.
+        param_dtype: Dtype in which stages compute, and to which floating-point inputs are cast. Parameters keep theirs,
+            and gradients are added up in it. Needs `data_parallel`, of one rank where there are no others.
+        reduce_dtype: As for `partition`. Needs `data_parallel`.
         options: Options of the backend, which then compiles each stage; {} uses their defaults. None: stages run
             eagerly. Schedules that split the backward of a stage in two ("InterleavedZeroBubble", "ZBVZeroBubble",
             "DualPipeV") run eagerly only.
@@ -87,38 +98,27 @@ def pipeline(
         PassError: The graph cannot be cut there.
         RanksDisagreeError: The ranks would run different pipelines.
     """
-    if mesh.ndim != 1:
-        raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give only that of the pipeline, mesh["pp"]')
-    if zero_stage and data_parallel is None:
-        raise OptionError(
-            f"pipeline: zero_stage is {zero_stage}, and there are no ranks to shard over: give data_parallel"
-        )
+    needs = {"zero_stage": zero_stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    given = [f"{name} is {value}" for name, value in needs.items() if value]
+    if data_parallel is None and given:
+        raise OptionError(f"pipeline: {given[0]}, and there are no ranks to shard over: give data_parallel")
     count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
-    held = stages_of_ranks(schedule, ranks=mesh.size(), stages=count)
-    check_microbatches(schedule, ranks=mesh.size(), stages=count, microbatches=microbatches)
-    if options is not None and schedule in ZERO_BUBBLE:
-        raise OptionError(
-            f"pipeline: {schedule} splits the backward of a stage in two, and a compiled stage has one: "
-            "leave options out, or take GPipe, 1F1B or Interleaved1F1B"
-        )
-    if options is not None:
-        _check_options(options)
+    held = _checked_stages(mesh, schedule, stages=count, microbatches=microbatches, options=options)
     device = _device(mesh)
-    kwargs = dict(example_kwargs or {})
     agreement = _agreement(mesh)
     costs = _costs(agreement, mesh)
-    captured = capture_model(model, example_inputs, kwargs=kwargs, device=device, costs=costs)
+    example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
+    twin = without_values(model, param_dtype)
+    captured = _captured(model, example, twin=twin if param_dtype else None, device=device, costs=costs)
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
-    return_only(captured.graph_module, result := _result(captured, loss_fn is None))
+    return_only(captured.graph_module, result := _result(captured, is_loss=loss_fn is None))
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
     plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
     graphs = stage_graphs(
-        *(captured.graph_module, plan),
-        state=captured.state,
-        results=[result],
-        repeated=captured.repeated,
+        captured.graph_module, plan, state=captured.state, results=[result], repeated=captured.repeated
     )
-    agreement.confirm("run different pipelines", _lines(plan, schedule, microbatches=microbatches, graphs=graphs))
+    lines = [f"{schedule}, {microbatches} micro-batches", *describe_stages(graphs)]
+    agreement.confirm("run different pipelines", lines)
     group, rank = axis_group(mesh, 0), mesh.get_local_rank()
     own = own_values(graphs, held[rank], device=device, materialize=materialize)
     share_first_values(graphs, held, own, group=group, agreement=agreement)
@@ -129,35 +129,74 @@ def pipeline(
     runs = StageRuns(captured, graphs, mine, schedule=schedule, loss=loss, group=group, device=device)
     actions = actions_of(runs.now().schedule, schedule, stages=count, microbatches=microbatches)
     check_order(actions, stages=count)
-    tied = _tied(graphs)
+    tied = tied_parameters(graphs)
     report = PipelineReport.of(
         plan,
         schedule=schedule,
         microbatches=microbatches,
-        stages_of_ranks=tuple(map(tuple, held)),
+        stages_of_ranks=held,
         tied=tied,
         actions=actions,
     )
+    copies = None
+    if data_parallel is not None:
+        copies = Copies(data_parallel, zero_stage, keep_whole_below, param_dtype, reduce_dtype)
     return PipelinedModel(
         runs=runs,
         stages=mine,
-        gradients=_gradients(
-            captured,
-            mine,
-            tied=tied,
-            held=held,
-            mesh=mesh,
-            copies=None if data_parallel is None else Copies(data_parallel, zero_stage, keep_whole_below),
+        gradients=gradients_of_stages(captured, mine, tied, held=held, mesh=mesh, copies=copies, device=device),
+        evaluation=partial(
+            Evaluation,
+            twin,
+            example,
+            result=partial(_result, is_loss=loss_fn is None),
+            held=Held.of(graphs, held, group=group, device=device),
+            loss=LossOf(loss_fn, microbatches),
+            agreement=agreement,
+            options=options,
         ),
+        loss=loss,
         report=report,
         inputs=captured.inputs,
-        example=(example_inputs, kwargs),
-        loss_inside=loss_fn is None,
+        arguments=StepArguments(example, microbatches=microbatches, loss_inside=loss_fn is None, dtype=param_dtype),
         device=device,
         equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
         draws=captured.draws,
         **saved,
     )
+
+
+def _checked_stages(
+    mesh: DeviceMesh, schedule: str, *, stages: int, microbatches: int, options: Mapping[str, Any] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank, after checks of what was asked for."""
+    if mesh.ndim != 1:
+        raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give only that of the pipeline, mesh["pp"]')
+    held = stages_of_ranks(schedule, ranks=mesh.size(), stages=stages)
+    check_microbatches(schedule, ranks=mesh.size(), stages=stages, microbatches=microbatches)
+    if options is not None and schedule in ZERO_BUBBLE:
+        raise OptionError(
+            f"pipeline: {schedule} splits the backward of a stage in two, and a compiled stage has one: "
+            "leave options out, or take GPipe, 1F1B or Interleaved1F1B"
+        )
+    if options is not None:
+        _check_options(options)
+    return tuple(map(tuple, held))
+
+
+def _captured(
+    model: nn.Module,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]],
+    *,
+    twin: nn.Module | None,
+    device: torch.device,
+    costs: CostModel,
+) -> CapturedModel:
+    """Capture a model, or its twin without values, which has parameters of another dtype."""
+    args, kwargs = example
+    if twin is None:
+        return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
+    return with_values(capture_model(twin, args, kwargs=kwargs, device=device, costs=costs), model)
 
 
 def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, Any]:
@@ -215,7 +254,7 @@ def _seconds_per_byte(costs: CostModel) -> float:
     return 1 / link.of("all_gather").bytes_per_s
 
 
-def _result(captured: CapturedModel, is_loss: bool) -> Node:
+def _result(captured: CapturedModel, *, is_loss: bool) -> Node:
     """Return the result of the last stage: the loss, or the input of `loss_fn`."""
     results = [node for node in captured.results if isinstance(node, Node)]
     if not is_loss:
@@ -230,52 +269,9 @@ def _result(captured: CapturedModel, is_loss: bool) -> Node:
     return losses[0]
 
 
-def _lines(plan: StagePlan, schedule: str, *, microbatches: int, graphs: Sequence[StageGraph]) -> list[str]:
-    """Return the lines that must be equal on all ranks."""
-    lines = [f"{schedule}, {len(plan.stages)} stages, {microbatches} micro-batches"]
-    for number, graph in enumerate(graphs):
-        values = [node.meta["val"] for node in graph.sent]
-        sent = [(tuple(value.shape), str(value.dtype), value.requires_grad) for value in values]
-        lines.append(f"stage {number} sends {sent}, reads {graph.roots}, holds {graph.parameters}")
-    return lines
-
-
 def _own_stages(graphs: Sequence[StageGraph], held: Sequence[int], *, defers: bool) -> dict[int, StageModule]:
     last = len(graphs) - 1
     return {
         number: StageModule(graphs[number].module, graphs[number].roots, single=number == last, defers=defers)
         for number in held
     }
-
-
-def _tied(graphs: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
-    readers: dict[str, list[int]] = {}
-    for number, graph in enumerate(graphs):
-        for name, _ in graph.module.named_parameters():
-            readers.setdefault(name, []).append(number)
-    return {name: tuple(stages) for name, stages in readers.items() if len(stages) > 1}
-
-
-def _gradients(
-    captured: CapturedModel,
-    mine: Mapping[int, StageModule],
-    *,
-    tied: Mapping[str, tuple[int, ...]],
-    held: Sequence[Sequence[int]],
-    mesh: DeviceMesh,
-    copies: Copies | None,
-) -> StepGradients:
-    rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
-    apart = {name: stages for name, stages in tied.items() if len({rank_of[stage] for stage in stages}) > 1}
-    tensors = dict(captured.state.values())
-    parameters = {name: value for stage in mine.values() for name, value in stage.graph_module.named_parameters()}
-    return StepGradients(
-        parameters,
-        {name: tensors[name].detach().to("meta") for name in apart if tensors[name].requires_grad},
-        frozenset(name for name, stages in apart.items() if stages[0] in mine),
-        axis_group(mesh, 0),
-        axis_group(copies.mesh, 0) if copies is not None else None,
-        ShardedStages(parameters, copies) if copies is not None else None,
-        {name: held for name, held in captured.slices.items() if name in parameters},
-        _device(mesh),
-    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,46 +18,17 @@ from torch.optim import Optimizer
 from dsgraph.checkpoint.model_tensors import ModelTensors, copy_into
 from dsgraph.checkpoint.model_training import ModelTraining
 from dsgraph.compat.process_groups import group_timeout
-from dsgraph.compat.tensors import flatten_tree
 from dsgraph.optim.gradient_norm import LocalGradients
-from dsgraph.passes.parallel.split_stages import StagePlan
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
 from dsgraph.utils.errors import OptionError
 
-from .stage_modules import StageModule
+from .evaluation import Evaluation
+from .pipeline_report import PipelineReport
+from .stage_modules import LossOf, StageModule
 from .stage_runs import StageRuns
+from .step_arguments import StepArguments
 from .tied_gradients import StepGradients
-
-
-@dataclass(frozen=True)
-class PipelineReport:
-    """A report on the stages of a pipeline.
-
-    Attributes:
-        schedule: Its name.
-        microbatches: Micro-batches of a step.
-        stages_of_ranks: The stages of each rank.
-        costs: Predicted seconds of each stage's forward of one micro-batch.
-        cut_bytes: Bytes over each boundary, one way, for one micro-batch.
-        balance: The most loaded stage over the mean.
-        tied: Parameters that several stages read, with these stages.
-        actions: What each rank computes, in order.
-    """
-
-    schedule: str
-    microbatches: int
-    stages_of_ranks: tuple[tuple[int, ...], ...]
-    costs: tuple[float, ...]
-    cut_bytes: tuple[int, ...]
-    balance: float
-    tied: Mapping[str, tuple[int, ...]]
-    actions: Mapping[int, Sequence[str]]
-
-    @staticmethod
-    def of(plan: StagePlan, **facts: Any) -> PipelineReport:
-        """Return the report on a plan."""
-        return PipelineReport(costs=plan.costs, cut_bytes=plan.cut_bytes, balance=plan.balance, **facts)
 
 
 class PipelinedModel:
@@ -75,10 +45,11 @@ class PipelinedModel:
         runs: StageRuns,
         stages: Mapping[int, StageModule],
         gradients: StepGradients,
+        evaluation: Callable[[], Evaluation],
+        loss: LossOf,
         report: PipelineReport,
         inputs: Mapping[str, int],
-        example: tuple[tuple[Any, ...], Mapping[str, Any]],
-        loss_inside: bool,
+        arguments: StepArguments,
         device: torch.device,
         equal: EqualBatches,
         sizes: Mapping[str, torch.Size],
@@ -87,11 +58,11 @@ class PipelinedModel:
     ) -> None:
         self.report, self.data_parallel = report, gradients.copies
         self._runs, self._stages, self._gradients, self._equal = runs, stages, gradients, equal
+        self._make_evaluation, self._loss = evaluation, loss
+        self._evaluation: Evaluation | None = None
         self._sizes, self._description, self._draws = sizes, description, draws
         self._timed, self._seconds = runs.now().stages, 0.0
-        self._inputs, self._loss_inside, self._device = inputs, loss_inside, device
-        leaves, self._spec = flatten_tree((example[0], dict(example[1])))
-        self._leaves = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._inputs, self._arguments, self._device = inputs, arguments, device
 
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of all micro-batches, and add the gradients of the mean loss to `.grad`.
@@ -111,20 +82,11 @@ class PipelinedModel:
             OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
                 before anything is sent.
         """
-        inputs = self._checked(args, kwargs)
+        leaves = self._arguments.leaves("step", args, kwargs, target)
+        inputs = {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
         count = self.report.microbatches
-        if self._loss_inside == (target is not None):
-            is_given = "the model returns its loss: leave target out" if self._loss_inside else "loss_fn needs target="
-            raise OptionError(f"pipeline.step: {is_given}")
-        if target is not None and (target.ndim == 0 or target.shape[0] % count):
-            raise OptionError(f"pipeline.step: target of shape {tuple(target.shape)} does not divide by {count}")
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
-        given = inputs if target is None else {**inputs, "target": target}
-        kind = self._runs.autocast()
-        if self._equal.is_due(kind):
-            self._equal.compare(kind, given)
-            if self._draws:
-                self._equal.compare_random_numbers(self._device, random_state(self._device))
+        self._compare(self._runs.autocast(), inputs if target is None else {**inputs, "target": target})
         run = self._runs.now()
         self._gradients.begin()
         losses: list[Tensor] = []
@@ -135,8 +97,48 @@ class PipelinedModel:
         run.schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
         self._seconds = time.perf_counter() - started
         return self._gradients.finish(
-            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device))
+            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device)) / self._loss.scale
         )
+
+    def scale_loss(self, scale: float) -> None:
+        """Multiply the loss, and with it gradients, by a number from the next step on. `step` returns it as it is."""
+        self._loss.scale = scale
+
+    def evaluate(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Run the forward of all micro-batches as the model does it in `eval()`. Gradients stay as they are.
+
+        The first call captures that forward. Ranks call it as they call `step`.
+
+        Args:
+            *args: See `step`.
+            target: See `step`.
+            **kwargs: See `step`.
+
+        Returns:
+            The mean loss over the micro-batches, a float32 scalar, the same on every rank.
+
+        Raises:
+            OptionError: See `step`.
+            PartitionError: The forward in `eval()` cannot be captured.
+            PassError: It reads parameters in another order than that of training, and cannot be cut.
+        """
+        leaves = self._arguments.leaves("evaluate", args, kwargs, target)
+        self._compare(
+            f"evaluation, {self._runs.autocast()}",
+            {**{str(number): leaf for number, leaf in enumerate(leaves)}, "target": target},
+        )
+        if self._evaluation is None:
+            self._evaluation = self._make_evaluation()
+        with self._gradients.evaluating():
+            loss = self._evaluation.run(leaves, target)
+        return self._gradients.average(loss)
+
+    def _compare(self, kind: str, given: Mapping[str, Any]) -> None:
+        """Compare the batches of ranks that need equal ones, in the first steps of a kind."""
+        if self._equal.is_due(kind):
+            self._equal.compare(kind, given)
+            if self._draws:
+                self._equal.compare_random_numbers(self._device, random_state(self._device))
 
     def measured_bubble(self) -> float:
         """Return the share of the last step's time in which the pipeline's ranks waited or sent instead of computing.
@@ -154,26 +156,6 @@ class PipelinedModel:
             )
         busy = sum(stage.busy for stage in self._timed)
         return 1 - self._gradients.sum_over_pipeline(busy) / self._gradients.sum_over_pipeline(self._seconds)
-
-    def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the root inputs of the complete batch, by name."""
-        leaves, spec = flatten_tree((args, dict(kwargs)))
-        if spec != self._spec:
-            raise OptionError(f"pipeline.step: the arguments are {spec}, those of the example were {self._spec}")
-        count = self.report.microbatches
-        for number, (leaf, example) in enumerate(zip(leaves, self._leaves, strict=True)):
-            if not isinstance(example, Tensor):
-                if leaf != example:
-                    raise OptionError(f"pipeline.step: argument {number} is {leaf!r}, the example's was {example!r}")
-                continue
-            wanted = (count * example.shape[0], *example.shape[1:]) if example.ndim else ()
-            if example.ndim == 0 or tuple(leaf.shape) != wanted or leaf.dtype != example.dtype:
-                raise OptionError(
-                    f"pipeline.step: argument {number} is {leaf.dtype} of shape {tuple(leaf.shape)}, "
-                    f"{count} micro-batches of the example's shape are {example.dtype} of {wanted}: "
-                    "drop the uneven rest of the data"
-                )
-        return {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under their names in the model, each once. With ZeRO these are its shards."""

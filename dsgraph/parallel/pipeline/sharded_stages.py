@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
@@ -23,11 +23,15 @@ class Copies:
         mesh: Their mesh, of one dimension.
         stage: ZeRO stage of their parameters.
         keep_whole_below: See `partition`.
+        param_dtype: Dtype in which stages compute; None: that of the shards.
+        reduce_dtype: See `partition`.
     """
 
     mesh: DeviceMesh
     stage: int
     keep_whole_below: int | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
 
 
 class ShardedStages:
@@ -35,6 +39,9 @@ class ShardedStages:
 
     A step gathers each parameter once and reduces each gradient once, whatever the number of micro-batches. Stages 1
     and 2 keep the full parameters between steps, stage 3 releases them.
+
+    With a `param_dtype` the full parameters have that dtype, and their gradients are added up in the dtype of the
+    shards: there are many small summands.
 
     Attributes:
         shards: A module with the parameters under their names in the model, partitioned.
@@ -45,10 +52,25 @@ class ShardedStages:
         root = nn.Module()
         for name, param in parameters.items():
             put(root, name, nn.Parameter(param.detach(), requires_grad=param.requires_grad))
-        self.shards = partition(root, copies.mesh, stage=copies.stage, keep_whole_below=copies.keep_whole_below)
+        is_cast = copies.param_dtype is not None
+        self.shards = partition(
+            root,
+            copies.mesh,
+            stage=copies.stage,
+            keep_whole_below=copies.keep_whole_below,
+            param_dtype=copies.param_dtype,
+            reduce_dtype=copies.reduce_dtype,
+            cast_forward_inputs=False if is_cast else None,
+        )
         (self._state,) = partition_states(self.shards)
         self._full = {entry: parameters[entry.name] for entry in self._state.parameters}
-        self._lets_go()
+        self._entries = {id(full): entry for entry, full in self._full.items()}
+        self._sums: dict[str, Tensor] | None = {} if is_cast else None
+        for entry, full in self._full.items() if is_cast else ():
+            full.data = torch.empty(0, dtype=entry.spec.dtypes(full.dtype)[0], device=full.device)
+            if full.requires_grad:
+                full.register_post_accumulate_grad_hook(self.add_gradient)
+        self.let_go()
 
     def begin(self) -> None:
         """Gather the full parameters. All ranks of the mesh call it together."""
@@ -59,16 +81,35 @@ class ShardedStages:
         self._state.refresh(eagerly=True)
         self._state.copies.finish()
         for entry, full in self._full.items():
-            full.data = entry.rows.detach() if entry.gathered_copy is None else entry.gathered_copy.detach()
+            full.data = (entry.rows if entry.gathered_copy is None else entry.gathered_copy).detach().to(full.dtype)
 
-    def finish(self) -> None:
-        """Average the full parameters' gradients over the ranks, and add them to the shards' `.grad`."""
-        for entry, full in self._full.items():
-            entry.accumulated_grad, entry.is_summed, full.grad = full.grad, full.grad is not None, None
-        self._lets_go()
+    def add_gradient(self, full: Tensor) -> None:
+        """Add the gradient of a full parameter to its sum, if it has one, and forget it."""
+        if self._sums is None or full.grad is None:
+            return
+        entry = self._entries[id(full)]
+        grad, full.grad = full.grad.to(entry.param.dtype), None
+        self._sums[entry.name] = self._sums[entry.name].add_(grad) if entry.name in self._sums else grad
+
+    def take_gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradients of the full parameters by name, and forget them."""
+        if self._sums is not None:
+            found: dict[str, Tensor | None] = {entry.name: self._sums.pop(entry.name, None) for entry in self._full}
+            return found
+        found = {entry.name: full.grad for entry, full in self._full.items()}
+        for full in self._full.values():
+            full.grad = None
+        return found
+
+    def finish(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Average gradients of full parameters over the ranks, and add them to the shards' `.grad`."""
+        for entry in self._full:
+            entry.accumulated_grad = grads[entry.name]
+            entry.is_summed = entry.accumulated_grad is not None
+        self.let_go()
         reduce_accumulated(self._state)
 
-    def _lets_go(self) -> None:
+    def let_go(self) -> None:
         """Release the full parameters at stage 3, which has none between steps."""
         if not self._state.zero.gathers_each_use:
             return

@@ -17,10 +17,15 @@ from .deferred_weights import WeightQueue, defer_weights
 
 
 class LossOf:
-    """The `loss_fn` of torch's schedules: the share of one micro-batch in the mean loss."""
+    """The `loss_fn` of torch's schedules: the share of one micro-batch in the mean loss.
+
+    Attributes:
+        microbatches: Number of micro-batches of a step.
+        scale: The loss scale of float16; 1 without.
+    """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
-        self._loss_fn, self.microbatches = loss_fn, microbatches
+        self._loss_fn, self.microbatches, self.scale = loss_fn, microbatches, 1.0
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the share as a scalar.
@@ -30,7 +35,8 @@ class LossOf:
             target: The micro-batch's rows of `target`.
         """
         loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
-        return loss / self.microbatches
+        share = loss / self.microbatches
+        return share if self.scale == 1 else share.float() * self.scale
 
 
 class StageModule(nn.Module):

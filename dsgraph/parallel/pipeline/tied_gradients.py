@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
 
 from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
 from dsgraph.partitioning.rows import own_part
 from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
+from dsgraph.passes.parallel.stage_graphs import StageGraph
+from dsgraph.ranks.mesh import axis_group
 
-from .sharded_stages import ShardedStages
+from .captured_model import CapturedModel
+from .sharded_stages import Copies, ShardedStages
+from .stage_modules import StageModule
 
 
 @dataclass
@@ -59,23 +64,42 @@ class StepGradients:
         Returns:
             The loss.
         """
+        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
+        if self.sharded is not None:
+            grads = self.sharded.take_gradients()
         for name, like in self.tied.items():
-            mine = self.parameters.get(name)
             summed = torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-            if mine is not None and mine.grad is not None:
-                summed += mine.grad
+            if (mine := grads.get(name)) is not None:
+                summed += mine
             dist.all_reduce(summed, group=self.pipeline)
-            if mine is not None:
-                mine.grad = summed
+            if name in grads:
+                grads[name] = summed
+        self.average(loss)
+        if self.sharded is not None:
+            self.sharded.finish(grads)
+            return loss
+        for name, parameter in self.parameters.items():
+            before, grad = self._before.pop(name), grads[name]
+            parameter.grad = grad if before is None else before if grad is None else before.add_(grad)
+        return loss
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Hold sharded parameters as full ones inside the block; gradients stay as they are."""
+        if self.sharded is not None:
+            self.sharded.begin()
+        try:
+            yield
+        finally:
+            if self.sharded is not None:
+                self.sharded.let_go()
+
+    def average(self, loss: Tensor) -> Tensor:
+        """Return the mean loss over data-parallel ranks, in place, from the parts of the pipeline's ranks."""
         dist.all_reduce(loss, group=self.pipeline)
         if self.sharded is not None:
             dist.all_reduce(loss, group=self.copies)
             loss.div_(dist.get_world_size(self.copies))
-            self.sharded.finish()
-        for name, parameter in self.parameters.items():
-            before = self._before.pop(name)
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         return loss
 
     def sum_over_pipeline(self, value: float) -> float:
@@ -109,3 +133,54 @@ class StepGradients:
 
 def _is_shard(placement: Placement) -> bool:
     return isinstance(placement, Shard)
+
+
+def tied_parameters(graphs: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that several stages read, with these stages."""
+    readers: dict[str, list[int]] = {}
+    for number, graph in enumerate(graphs):
+        for name, _ in graph.module.named_parameters():
+            readers.setdefault(name, []).append(number)
+    return {name: tuple(stages) for name, stages in readers.items() if len(stages) > 1}
+
+
+def gradients_of_stages(
+    captured: CapturedModel,
+    mine: Mapping[int, StageModule],
+    tied: Mapping[str, tuple[int, ...]],
+    *,
+    held: Sequence[Sequence[int]],
+    mesh: DeviceMesh,
+    copies: Copies | None,
+    device: torch.device,
+) -> StepGradients:
+    """Return the gradients of this rank's stages, and shard its parameters.
+
+    Args:
+        captured: The captured model.
+        mine: This rank's stages.
+        tied: See `tied_parameters`.
+        held: The stages of each rank.
+        mesh: Mesh of the pipeline.
+        copies: The ranks that hold the same stages; None without data parallelism.
+        device: Device of the stages.
+    """
+    rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    apart = {name: stages for name, stages in tied.items() if len({rank_of[stage] for stage in stages}) > 1}
+    tensors = dict(captured.state.values())
+    parameters = {name: value for stage in mine.values() for name, value in stage.graph_module.named_parameters()}
+    like = {name: tensors[name].detach().to("meta") for name in apart if tensors[name].requires_grad}
+    sharded = ShardedStages(parameters, copies) if copies is not None else None
+    for queue in [stage.queue for stage in mine.values()]:
+        if queue is not None and sharded is not None:
+            queue.after_gradient = sharded.add_gradient
+    return StepGradients(
+        parameters,
+        like,
+        frozenset(name for name, stages in apart.items() if stages[0] in mine),
+        axis_group(mesh, 0),
+        axis_group(copies.mesh, 0) if copies is not None else None,
+        sharded,
+        {name: held for name, held in captured.slices.items() if name in parameters},
+        device,
+    )

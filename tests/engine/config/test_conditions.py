@@ -83,9 +83,10 @@ def test_the_section_parallel_refuses_keys_that_do_not_support_it():
     assert check(**divided, gradient_clipping=0.5, **zero(stage=1)) == []
     assert check(**divided, optimizer={"type": "AdamW", "params": {"lr": 1e-3}}) == []
     assert check(**divided, checkpoint={"tag_validation": "Fail"}) == []
-    assert check(parallel={}, bf16={"enabled": True}) == []
-    with pytest.raises(ConfigError, match=r"^bf16.enabled is not supported with the section `parallel` yet"):
-        check(**divided, bf16={"enabled": True})
+    assert check(**divided, bf16={"enabled": True}) == []
+    assert check(parallel={}, memory_breakdown=True, steps_per_print=1) == []
+    with pytest.raises(ConfigError, match=r"^memory_breakdown is not supported with the section `parallel` yet"):
+        check(**divided, memory_breakdown=True, steps_per_print=1)
     with pytest.raises(ConfigError, match=r"^sparse_attention is not supported with the section `parallel` yet"):
         check(**divided, sparse_attention={})
 
@@ -93,7 +94,9 @@ def test_the_section_parallel_refuses_keys_that_do_not_support_it():
 def test_what_the_section_parallel_supports():
     supported = {path for path, _, entry in entries_of(EngineConfig) if entry.parallel}
     assert {"gradient_clipping", "zero_optimization.stage", "optimizer.params", "parallel.pp"} <= supported
-    assert not any(path.startswith(("fp16.", "zero_optimization.offload_")) for path in supported)
+    assert {"fp16.enabled", "bf16.enabled", "zero_optimization.offload_optimizer.device"} <= supported
+    assert not any(path.startswith(("flops_profiler.", "sparse_attention")) for path in supported)
+    assert "zero_optimization.offload_param.device" not in supported
 
 
 @pytest.mark.parametrize(

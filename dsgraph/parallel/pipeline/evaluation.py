@@ -1,0 +1,186 @@
+"""Evaluation of a pipelined model: the forward that it has in `eval()`, on the stages that hold its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Node
+
+from dsgraph.compat.tensors import map_tensors
+from dsgraph.passes.parallel.split_stages import stages_by_parameters
+from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.utils.errors import PartitionError
+
+from .captured_model import CapturedModel, capture_model, fake_values
+from .stage_modules import LossOf, StageModule
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters and buffers of a pipelined model, as this rank sees them.
+
+    Attributes:
+        tensors: Parameters and buffers that its stages compute with, by name.
+        stages: The stages that read each parameter and buffer, of all ranks, by name.
+        rank_of: The rank of each stage.
+        group: The ranks of the pipeline.
+        device: Their device.
+    """
+
+    tensors: Mapping[str, Tensor]
+    stages: Mapping[str, Sequence[int]]
+    rank_of: Sequence[int]
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @staticmethod
+    def of(
+        graphs: Sequence[StageGraph],
+        held: Sequence[Sequence[int]],
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> Held:
+        """Return what this rank holds.
+
+        Args:
+            graphs: The stages of training; on this rank with its parameters.
+            held: The stages of each rank.
+            group: The ranks of the pipeline.
+            device: Their device.
+        """
+        stages: dict[str, list[int]] = {}
+        for number, graph in enumerate(graphs):
+            for name in graph.parameters:
+                stages.setdefault(name, []).append(number)
+        modules = [graphs[number].module for number in held[group.rank()]]
+        own = {
+            name: tensor for module in modules for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
+        rank_of = {stage: rank for rank, numbers in enumerate(held) for stage in numbers}
+        return Held(own, stages, [rank_of[stage] for stage in range(len(graphs))], group, device)
+
+
+class Evaluation:
+    """The stages of a model's forward in `eval()`. They are captured when they first run.
+
+    The forward may differ from that of training: dropout is gone, and BatchNorm reads its statistics. It is cut so that
+    each parameter is read on the rank that holds it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: tuple[tuple[Any, ...], Mapping[str, Any]],
+        *,
+        result: Callable[[CapturedModel], Node],
+        held: Held,
+        loss: LossOf,
+        agreement: Agreement,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        """Set up from parts.
+
+        Args:
+            model: The model without values, see `without_values`.
+            example: Arguments of one micro-batch.
+            result: Returns the result of the last stage.
+            held: This rank's parameters.
+            loss: Computes a micro-batch's share of the mean loss from that result.
+            agreement: The ranks of the pipeline.
+            options: Options of the backend; None: stages run uncompiled.
+        """
+        self._model: nn.Module | None = model.eval()
+        self._example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)
+        self._result, self._held, self._loss, self._agreement, self._options = result, held, loss, agreement, options
+        self._graphs: list[StageGraph] = []
+        self._modules: dict[int, StageModule] = {}
+        self._captured: CapturedModel | None = None
+        self._inputs: dict[str, int] = {}
+
+    def run(self, leaves: Sequence[Any], target: Tensor | None) -> Tensor:
+        """Return this rank's part of the mean loss: 0 unless it holds the last stage.
+
+        The ranks of the pipeline call it together. The micro-batches go through the stages one after the other.
+
+        Args:
+            leaves: The leaves of the arguments for the complete batch.
+            target: The target of `loss_fn`.
+
+        Raises:
+            PartitionError: The forward in `eval()` cannot be captured, or reads parameters in another order.
+        """
+        if not self._graphs:
+            self._capture()
+        assert self._captured is not None
+        count, device = self._loss.microbatches, self._held.device
+        inputs = {name: leaves[number].to(device).chunk(count) for name, number in self._inputs.items()}
+        targets = [None] * count if target is None else target.to(device).chunk(count)
+        values = fake_values(self._captured.graph_module, device)  # of the current autocast
+        total = torch.zeros((), device=device)
+        with torch.no_grad():
+            for number in range(count):
+                batch = {name: parts[number] for name, parts in inputs.items()}
+                output = self._run(batch, values)
+                if output is not None:
+                    total += self._loss(output, targets[number]).float()
+        return total
+
+    def _run(self, batch: Mapping[str, Tensor], values: Mapping[Node, Any]) -> Any:
+        """Run this rank's stages for one micro-batch. Return the result, on the rank of the last stage."""
+        held, me = self._held, self._held.group.rank()
+        sent: Sequence[Tensor] = ()
+        for number, module in self._modules.items():
+            before = held.rank_of[number - 1] if number else me
+            received = sent if before == me else self._receive(self._graphs[number].received, values, source=before)
+            output = module(*received, **batch)
+            if number + 1 == len(self._graphs):
+                return output
+            sent, after = output, held.rank_of[number + 1]
+            for value in sent if after != me else ():
+                dist.send(value, group=held.group, group_dst=after)
+        return None
+
+    def _receive(self, nodes: Sequence[Node], values: Mapping[Node, Any], *, source: int) -> list[Tensor]:
+        received = []
+        for node in nodes:
+            like = values[node]
+            received.append(torch.empty(like.shape, dtype=like.dtype, device=self._held.device))
+            dist.recv(received[-1], group=self._held.group, group_src=source)
+        return received
+
+    def _capture(self) -> None:
+        assert self._model is not None
+        args, kwargs = self._example
+        held = self._held
+        captured = capture_model(self._model, args, kwargs=kwargs, device=held.device)
+        return_only(captured.graph_module, result := self._result(captured))
+        missing = [name for name, _ in captured.state.values() if name not in held.stages]
+        if missing:
+            raise PartitionError(
+                f"pipeline: the forward in eval() reads {missing[0]!r}, which that of training does not, and no stage "
+                "holds it"
+            )
+        state = {key: (name, held.tensors.get(name, tensor)) for key, (name, tensor) in captured.state.items()}
+        plan = stages_by_parameters(
+            captured.graph_module.graph,
+            {key: held.stages[name] for key, (name, _) in captured.state.items()},
+            count=len(held.rank_of),
+            repeated=captured.repeated,
+        )
+        graphs = stage_graphs(captured.graph_module, plan, state=state, results=[result], repeated=captured.repeated)
+        self._agreement.confirm("evaluate different pipelines", describe_stages(graphs))
+        last = len(graphs) - 1
+        own = [number for number, rank in enumerate(held.rank_of) if rank == held.group.rank()]
+        self._modules = {
+            number: StageModule(graphs[number].module, graphs[number].roots, single=number == last) for number in own
+        }
+        for module in self._modules.values() if self._options is not None else ():
+            module.compile_graph(self._options or {})
+        self._graphs, self._captured, self._inputs, self._model = graphs, captured, dict(captured.inputs), None
