@@ -646,7 +646,12 @@ BLOCKS = (
     ),
     Mutant(
         *("leaked-block-copy-is-released", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan.run_graph", "for block in blocks:\n            block.keep_for_outputs(outputs)", ""),
+        *("BlockPlan.run_graph", "for block in blocks:\n            block.keep_for_readers(outputs)", ""),
+        killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("block-copy-saved-by-hooks-is-released", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
+        *("BlockCopies.keep_for_readers", "is_saved or ", ""),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
     Mutant(

@@ -67,6 +67,11 @@ def autograd_node(leaf: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Return True inside `torch.autograd.graph.saved_tensors_hooks`, which may keep what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:
     """Return a context in which writes to `tensors` do not invalidate what autograd saved of them."""
     return torch.autograd._unsafe_preserve_version_counter(tensors)

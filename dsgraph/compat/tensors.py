@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import ParamSpec
+
+_R = TypeVar("_R")
+_P = ParamSpec("_P")
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -47,7 +52,19 @@ def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs:
 
 
 NO_OVERRIDES = torch._C._disabled_torch_function_impl
+
 """`__torch_function__` of a subclass of tensors that computes as a plain tensor, as `nn.Parameter` does."""
+
+
+def unseen_by_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Hide the calls of a function from `TorchFunctionMode`s, which may keep the tensors that they see."""
+
+    @wraps(function)
+    def unseen(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return unseen
 
 
 def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:

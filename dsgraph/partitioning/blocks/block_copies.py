@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dsgraph.compat.autograd import version_of
+from dsgraph.compat.autograd import has_saved_tensor_hooks, version_of
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
@@ -178,12 +178,17 @@ class BlockCopies:
         for entry in self.entries:
             entry.block_copy = None
 
-    def keep_for_outputs(self, outputs: Sequence[Any]) -> None:
-        """Leave the memory of a copy to outputs that share it, which may be read at any time, and take a new copy."""
+    def keep_for_readers(self, outputs: Sequence[Any]) -> None:
+        """Leave the memory of a copy to those who may read it at any time, and take a new copy.
+
+        These are outputs that share it, and hooks that keep what autograd saves.
+        """
+        is_saved = has_saved_tensor_hooks()
         for entry in self.entries:
             copy = _copy_of(entry)
             memory = copy.untyped_storage().data_ptr()
-            if any(isinstance(out, Tensor) and out.untyped_storage().data_ptr() == memory for out in outputs):
+            shares = (isinstance(out, Tensor) and out.untyped_storage().data_ptr() == memory for out in outputs)
+            if is_saved or any(shares):
                 self.wait()
                 entry.block_copy = None
                 self._current_copy(entry)

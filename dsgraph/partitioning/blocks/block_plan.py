@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dsgraph.compat.autograd import at_end_of_backward, compiled_backwards, running_backward
+from dsgraph.compat.tensors import unseen_by_modes
 from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
@@ -83,6 +84,7 @@ class BlockPlan:
         last = self._seen or self._order
         return [block for block in self.blocks if block in last]
 
+    @unseen_by_modes
     def begin(self, block: BlockCopies) -> None:
         """Gather a block's copies before its forward, and start to gather the next block's. `end` follows always."""
         self._calls.append((block, _Call()))
@@ -97,6 +99,7 @@ class BlockPlan:
             self._start_neighbour(block, -1 if recomputes else 1)
         block.hand_out()
 
+    @unseen_by_modes
     def end(self, block: BlockCopies, *, failed: bool = False) -> None:
         """Release a block's copies after its forward, unless the backward begins with them."""
         _, call = self._calls.pop()
@@ -112,6 +115,7 @@ class BlockPlan:
             if not block.is_kept:
                 block.release()
 
+    @unseen_by_modes
     def run_graph(
         self, numbers: Sequence[int], compiled: Callable[..., Any], args: Sequence[Any], *, waits: bool
     ) -> Any:
@@ -134,7 +138,7 @@ class BlockPlan:
                 given[number] = entry.block_copy  # a new one, if the parameter was converted
         outputs = compiled(*given)
         for block in blocks:
-            block.keep_for_outputs(outputs)
+            block.keep_for_readers(outputs)
         for block, call in self._calls:
             call.has_read |= block in blocks
         self._watch_backward(blocks, tuple(given[number] for number in numbers), outputs)
@@ -143,6 +147,7 @@ class BlockPlan:
                 block.release()
         return outputs
 
+    @unseen_by_modes
     def finish_later(self, reductions: Sequence[RunningReduction]) -> None:
         """Take over the reductions of a block's gradients, and finish those of the block before."""
         self._enter_backward()
@@ -184,6 +189,7 @@ class BlockPlan:
             node.register_prehook(lambda _, reads=reads: self._before_backward(reads))
             node.register_hook(lambda *_, reads=reads: self._after_backward(reads))
 
+    @unseen_by_modes
     def _before_backward(self, reads: _Reads) -> None:
         self._enter_backward()
         for block in reads.calls:
@@ -199,6 +205,7 @@ class BlockPlan:
                     "its memory was released: convert the model before the forward"
                 )
 
+    @unseen_by_modes
     def _after_backward(self, reads: _Reads) -> None:
         for block, call in reads.calls.items():
             call.graphs -= 1
@@ -220,6 +227,7 @@ class BlockPlan:
         for _ in range(number):
             self._reductions.pop(0).add()
 
+    @unseen_by_modes
     def _end_backward(self) -> None:
         self._backward = _NONE
         self._next_forward()

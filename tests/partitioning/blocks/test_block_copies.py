@@ -86,6 +86,17 @@ def test_a_result_of_a_graph_keeps_the_memory_that_it_shares():
             assert torch.equal(block.leaked.T, block.linear._parameters["weight"].to_local())
 
 
+def test_hooks_that_keep_what_is_saved_keep_its_memory():
+    model, blocks = _model()
+    weights = [block.entries[0].rows.clone() for block in blocks]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        loss = model(torch.ones(2, 8)).sum()
+    assert [any(torch.equal(x, weight) for x in kept) for weight in weights] == [False, True, True]
+    loss.backward()
+    assert all(torch.equal(x, x.clone()) for x in kept), "which is a segmentation fault without memory"
+
+
 @pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad))
 def test_a_model_that_was_evaluated_first_can_be_trained(mode):
     model, _ = _model()

@@ -68,7 +68,7 @@ class _Block:
     def forget(self) -> None:
         pass
 
-    def keep_for_outputs(self, outputs: Any) -> None:
+    def keep_for_readers(self, outputs: Any) -> None:
         pass
 
 
