@@ -2,8 +2,7 @@
 
     python -m benchmarks.families --json families.json
 
-2 ranks, stage 3, empty caches for each system, Inductor's code. The models have their families' sizes of tests, and
-many layers. Columns:
+2 ranks, stage 3, empty caches for each system, Inductor's code. The models are narrow and deep. Columns:
     family        the model; encoder-decoders have `layers` of both
     system        `dsgraph`: `partition` and `torch.compile`; `fsdp2`: `fully_shard` and `compile` of each block
     first_step_s  seconds of the first step, the slowest rank's

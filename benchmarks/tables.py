@@ -106,6 +106,14 @@ _FIRST_STEP: Columns = {
     "step, s": ("step_s", ".3f"),
     "peak memory per rank, MB": ("peak_mb", ".0f"),
 }
+_DEEP: Columns = {**_FIRST_STEP, "second start, s": ("warm_s", ".1f")}
+_FAMILIES: Columns = {
+    "family": ("family", ""),
+    "system": ("system", ""),
+    "first step, s": ("first_step_s", ".1f"),
+    "step, s": ("step_s", ".3f"),
+    "loss": ("loss", ".5f"),
+}
 
 
 _ACTIVATIONS: Columns = {
@@ -569,6 +577,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine: figures": _figures("engine-cpu"),
     "first step": _rows("first-step-cpu", _FIRST_STEP),
     "first step: figures": _figures("first-step-cpu"),
+    "first step: deep": _rows("first-step-deep-cpu", _DEEP),
+    "first step: deep figures": _figures("first-step-deep-cpu"),
+    "families": _rows("families-cpu", _FAMILIES),
+    "families: figures": _figures("families-cpu"),
+    "links: blocks": _rows("links-blocks-cpu", _LINKS),
     "activations": _rows("activations-cpu", _ACTIVATIONS),
     "activations: figures": _figures("activations-cpu"),
     "limits": _rows("limits-cpu", _LIMITS),

@@ -655,6 +655,16 @@ BLOCKS = (
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
     Mutant(
+        *("light-blocks-run-as-they-are", "dsgraph/compiler/frames.py", "missing check"),
+        *("_are_around_blocks", "not any(map(is_block, modules)) and ", ""),
+        killers=("tests/compiler/test_around_blocks.py",),
+    ),
+    Mutant(
+        *("heavy-graphs-run-as-they-are", "dsgraph/compiler/around_blocks.py", "missing check"),
+        *("options_of_graph", "if _is_light(gm, inputs) else options", ""),
+        killers=("tests/compiler/test_around_blocks.py",),
+    ),
+    Mutant(
         *("block-copy-outlives-an-update", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
         *("BlockCopies.note_step", "self._gathered_from.pop(entry, None)", "pass"),
         killers=("tests/partitioning/blocks/test_block_copies.py",),

@@ -27,6 +27,7 @@ from dsgraph.ranks.rank_notes import Intent
 from dsgraph.utils.byte_counts import default_limit_of_device, on_device
 from dsgraph.utils.errors import OptionError, StrictError
 
+from .around_blocks import options_of_graph
 from .build_pipeline import bind_options, build_pipeline
 from .capture import communication_lines, full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
@@ -157,6 +158,7 @@ class Backend:
     ) -> CompileRequest:
         self._compiles += 1
         capture, module = read_capture(gm)
+        options = options_of_graph(options, gm, inputs, capture, mode=mode)
         refuse_added_parameters(inputs, module)
         for observer in self.observers:
             observer.captured(capture, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from dsgraph.compat.compiled import unwrap_compiled
 from dsgraph.compat.dynamo import graph_break, traced_frame
 from dsgraph.compat.modules import MODULE_CALL
+from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.passes.ir.user_source import OWN_FOLDER, TORCH_FOLDER
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
@@ -84,6 +85,7 @@ class Capture:
         region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
         running: The user's functions that were running, the captured one first.
         called_at: The user's line that calls the captured function, if that is torch's own (`nn.Sequential.forward`).
+        is_around_blocks: True if a module with repeated blocks calls it, and no block does.
     """
 
     function: SourceLine
@@ -95,6 +97,7 @@ class Capture:
     region: SourceLine | None = None
     running: tuple[SourceLines, ...] = ()
     called_at: SourceLine | None = None
+    is_around_blocks: bool = False
 
     @property
     def where(self) -> str:
@@ -108,7 +111,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
     if traced is None:
         return Capture(SourceLine("<unknown>", 0, "")), None
     stack = list(_user_frames(sys._getframe(1)))
-    module = _module_called(traced.receiver, sys._getframe(1))
+    modules = list(_modules_called(traced.receiver, sys._getframe(1)))
     resumed = _RESUMED.match(traced.name)
     name = getattr(traced.code, "co_qualname", traced.code.co_name).rpartition("<locals>.")[2]
     caller = next(iter(stack), None) if is_torchs(traced.code.co_filename) else None
@@ -124,8 +127,9 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
         called_at=None
         if caller is None
         else SourceLine(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name),
+        is_around_blocks=_are_around_blocks(modules),
     )
-    return capture, module
+    return capture, modules[0] if modules else None
 
 
 def is_torchs(file: str) -> bool:
@@ -186,14 +190,18 @@ def _user_frames(frame: FrameType | None) -> Iterator[FrameType]:
             yield one
 
 
-def _module_called(receiver: object, frame: FrameType | None) -> nn.Module | None:
+def _modules_called(receiver: object, frame: FrameType | None) -> Iterator[nn.Module]:
+    """Yield the modules whose calls are running, the innermost first."""
     if isinstance(receiver, nn.Module):
-        return unwrap_compiled(receiver)
+        yield unwrap_compiled(receiver)
     # Only torch's own frames: to read a frame's locals keeps them alive for as long as it runs.
     for one in _frames(frame):
         if one.f_code is MODULE_CALL:
-            return unwrap_compiled(one.f_locals["self"])
-    return None
+            yield unwrap_compiled(one.f_locals["self"])
+
+
+def _are_around_blocks(modules: Sequence[nn.Module]) -> bool:
+    return not any(map(is_block, modules)) and any(is_block(inner) for module in modules for inner in module.modules())
 
 
 def _region(frame: FrameType | None) -> SourceLine | None:

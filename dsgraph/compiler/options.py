@@ -28,7 +28,9 @@ class BackendOptions(BaseModel):
     """The options of the backend, the keys of `options=`. The description of a field is its type in error messages.
 
     Attributes:
-        codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly.
+        codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly. A
+            graph around repeated blocks with little to compute and to read, such as a small norm, always runs as it is,
+            unless `inductor` or a mode is set.
         pipeline: A `Pipeline`, or a list of passes and of names of built-in passes. None: `default_pipeline()`. Other
             options set their passes in it, and add optional passes such as `OffloadActivations`.
         gather_bucket_bytes: The most bytes of gathered parameters in one bucket, see `BucketForwardGathers`. None: the
