@@ -1352,6 +1352,16 @@ PARALLEL = (
         ),
     ),
     Mutant(
+        *("checkpoint-bodies-not-sliced", "passes/parallel/slice_tensors.py", "missing step"),
+        *("SliceTensors.run", "(*dict.fromkeys(body for body, _ in bodies(gm)), gm)", "(gm,)"),
+        killers=("tests/composition/test_pairs.py",),
+    ),
+    Mutant(
+        *("checkpoint-bodies-not-planned", "dsgraph/parallel/tensor/tensor_plan.py", "missing step"),
+        *("plan_by_graph", "for body, outer in bodies(gm):", "for body, outer in ():"),
+        killers=("tests/parallel/test_tensor_plan.py",),
+    ),
+    Mutant(
         *("stages-evaluate-as-in-training", "dsgraph/parallel/pipeline/evaluation.py", "missing step"),
         *("Evaluation.__init__", "model.eval()", "model"),
         killers=("tests/distributed/test_pipeline_evaluation.py",),

@@ -57,7 +57,7 @@ NO_OVERRIDES = torch._C._disabled_torch_function_impl
 
 
 def unseen_by_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hide the calls of a function from `TorchFunctionMode`s, which may keep the tensors that they see."""
+    """Return a function whose calls no `TorchFunctionMode` sees, because one may keep the tensors that it sees."""
 
     @wraps(function)
     def unseen(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -42,6 +42,25 @@ def all_graph_modules(gm: GraphModule) -> Iterator[GraphModule]:
             yield module
 
 
+def bodies(gm: GraphModule) -> Iterator[tuple[GraphModule, dict[Node, Node]]]:
+    """Yield the bodies of the calls of checkpoints in a captured graph, those inside bodies as well.
+
+    Yields:
+        A body, and for each of its placeholders the node of `gm` whose value it gets, if it is one.
+    """
+    for call in gm.graph.nodes:
+        if call.op != "call_function" or not call.args or not isinstance(call.args[0], Node):
+            continue
+        body = getattr(gm, str(call.args[0].target), None) if call.args[0].op == "get_attr" else None
+        if not isinstance(body, GraphModule):
+            continue
+        pairs = zip(placeholders(body), call.args[1:], strict=False)
+        outer = {inside: value for inside, value in pairs if isinstance(value, Node)}
+        yield body, outer
+        for inner, own in bodies(body):
+            yield inner, {inside: outer[value] for inside, value in own.items() if value in outer}
+
+
 # Marks a gathered parameter that a pass keeps for the backward, on the forward's node and so on the backward's input.
 KEPT = "dsgraph_kept"
 

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
+from dsgraph.passes.ir.graph import bodies
 
 from .slice_rules import name_of
 from .slice_walk import Sliced, marked_slices, sharing_ranks
@@ -34,13 +35,19 @@ class SliceTensors(GraphPass):
 
     Sizes in views are divided. Random numbers of a sliced value are drawn for the full value, equal on every rank, and
     each rank keeps its part: the model draws the same numbers as in one process. A call without a rule gets gathered
-    operands, and a note says so. Left alone: graphs without sliced parameters.
+    operands, and a note says so. A checkpoint's body is rewritten by itself: what enters and leaves it is whole. Left
+    alone: graphs without sliced parameters.
     """
 
     phase: ClassVar[Phase] = Phase.CAPTURE
     changes_collectives: ClassVar[bool] = True
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        results = [self._run(module) for module in (*dict.fromkeys(body for body, _ in bodies(gm)), gm)]
+        notes = (note for result in results for note in result.notes)
+        return PassResult(changed=sum(result.changed for result in results), notes=tuple(dict.fromkeys(notes)))
+
+    def _run(self, gm: GraphModule) -> PassResult:
         shared = sharing_ranks(gm)
         if shared is None:
             return PassResult()

@@ -31,7 +31,7 @@ from dsgraph.passes.compat import (
     storage_id,
 )
 from dsgraph.passes.core.context import PassContext, Phase
-from dsgraph.passes.ir.graph import replace_and_erase
+from dsgraph.passes.ir.graph import all_graph_modules, bodies, replace_and_erase
 from dsgraph.passes.parallel.root_values import is_small, root_values
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
@@ -163,10 +163,12 @@ def _origins(
 def _slices(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> dict[str, ParameterSlice]:
     """Return the tensor-parallel parameters that a graph reads."""
     found = {}
-    for marker, held, ranks, group in marked_slices(gm):
-        (source,) = marker.all_input_nodes
-        (placeholder,) = source.all_input_nodes or (source,)
-        found[state[placeholder.name][0]] = ParameterSlice(held.dim, held.parts, ranks, group)
+    for graph, outer in ((gm, {}), *bodies(gm)):
+        for marker, held, ranks, group in marked_slices(graph):
+            (source,) = marker.all_input_nodes
+            (placeholder,) = source.all_input_nodes or (source,)
+            name = state[outer.get(placeholder, placeholder).name][0]
+            found[name] = ParameterSlice(held.dim, held.parts, ranks, group)
     return found
 
 
@@ -182,9 +184,10 @@ def _own_slices(
         if not isinstance(value, DTensor):
             continue
         own[node.name] = nn.Parameter(value.to_local().detach(), requires_grad=value.requires_grad)
-        for user in filter(is_to_local, list(node.users)):
-            replace_and_erase(user, node)
-    gm.recompile()
+    for graph in all_graph_modules(gm):
+        for node in filter(is_to_local, list(graph.graph.nodes)):
+            replace_and_erase(node, node.args[0])
+        graph.recompile()
     placeholders = gm.graph.find_nodes(op="placeholder")
     new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
     return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}

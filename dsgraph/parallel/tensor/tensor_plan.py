@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.tensors import new_fake_mode
-from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.ir.graph import bodies, placeholders
 from dsgraph.passes.parallel.find_slices import FoundSlices, find_slices
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.utils.errors import PartitionError
@@ -93,9 +93,13 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
     def analyse(gm: GraphModule, values: list[Any]) -> Callable[..., Any]:
         nodes = zip(placeholders(gm), values, strict=True)
         parameters = {node: names[id(value)] for node, value in nodes if id(value) in names}
-        one = find_slices(gm, parameters, ranks=ranks, given=given)
-        found.slices.update(one.slices)
-        found.whole.update(one.whole)
+        graphs = {gm: parameters}
+        for body, outer in bodies(gm):
+            graphs[body] = {inside: parameters[node] for inside, node in outer.items() if node in parameters}
+        for graph, held in graphs.items():
+            one = find_slices(graph, held, ranks=ranks, given=given)
+            found.slices.update(one.slices)
+            found.whole.update(one.whole)
         return gm.forward
 
     pairs = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
