@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(not hasattr(os, "fork"), reas
 _WIDTH = 16
 _TOKENS = torch.arange(16).view(2, 8)
 _HELD: list[Any] = []
-"""What a way of reading has got hold of."""
+"""The tensors that a way of reading has taken."""
 
 
 class _Block(nn.Module):
