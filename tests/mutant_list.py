@@ -656,7 +656,12 @@ BLOCKS = (
     ),
     Mutant(
         *("light-blocks-run-as-they-are", "dsgraph/compiler/frames.py", "missing check"),
-        *("_are_around_blocks", "not any(map(is_block, modules)) and ", ""),
+        *("_are_around_blocks", "if any(map(is_block, modules)):", "if False:"),
+        killers=("tests/compiler/test_around_blocks.py",),
+    ),
+    Mutant(
+        *("one-graph-runs-as-it-is", "dsgraph/compiler/frames.py", "missing check"),
+        *("_are_around_blocks", "not any(classes & _classes_of(node) for node in gm.graph.nodes)", "True"),
         killers=("tests/compiler/test_around_blocks.py",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from dsgraph.compat.compiled import unwrap_compiled
 from dsgraph.compat.dynamo import graph_break, traced_frame
@@ -85,7 +85,7 @@ class Capture:
         region: The line that calls `torch.utils.checkpoint.checkpoint`, for a graph inside a region that runs eagerly.
         running: The user's functions that were running, the captured one first.
         called_at: The user's line that calls the captured function, if that is torch's own (`nn.Sequential.forward`).
-        is_around_blocks: True if a module with repeated blocks calls it, and no block does.
+        is_around_blocks: True if a module with repeated blocks calls it, and it contains none of them.
     """
 
     function: SourceLine
@@ -127,7 +127,7 @@ def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
         called_at=None
         if caller is None
         else SourceLine(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name),
-        is_around_blocks=_are_around_blocks(modules),
+        is_around_blocks=_are_around_blocks(modules, gm),
     )
     return capture, modules[0] if modules else None
 
@@ -200,8 +200,17 @@ def _modules_called(receiver: object, frame: FrameType | None) -> Iterator[nn.Mo
             yield unwrap_compiled(one.f_locals["self"])
 
 
-def _are_around_blocks(modules: Sequence[nn.Module]) -> bool:
-    return not any(map(is_block, modules)) and any(is_block(inner) for module in modules for inner in module.modules())
+def _are_around_blocks(modules: Sequence[nn.Module], gm: GraphModule) -> bool:
+    if any(map(is_block, modules)):
+        return False
+    classes = {type(inner) for module in modules for inner in module.modules() if is_block(inner)}
+    return bool(classes) and not any(classes & _classes_of(node) for node in gm.graph.nodes)
+
+
+def _classes_of(node: Node) -> set[type]:
+    """Return the classes of the modules whose forwards a node comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return {found for _, found in stack.values() if isinstance(found, type)}
 
 
 def _region(frame: FrameType | None) -> SourceLine | None:

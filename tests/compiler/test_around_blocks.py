@@ -76,6 +76,10 @@ def test_the_report_shows_which_graphs_were_compiled(fake_ranks):
     compiled(torch.ones(64, WIDTH))  # the first block has an input without a gradient
     assert [item.codegen for item in dsgraph.report(compiled).compiles] == ["inductor", "inductor", "eager"]
     torch._dynamo.reset()
+    whole = torch.compile(model, backend="dsgraph", fullgraph=True)
+    whole(torch.ones(2, WIDTH))  # which is little to compute
+    assert [item.codegen for item in dsgraph.report(whole).compiles][-1] == "inductor"
+    torch._dynamo.reset()
     apart = torch.compile(_Norm(), backend="dsgraph")
     apart(torch.ones(64, WIDTH))
     assert [item.codegen for item in dsgraph.report(apart).compiles] == ["inductor"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -126,3 +127,48 @@ def _with_a_loss_outside() -> float:
 
 def test_loss_fn_and_autocast_hold_as_in_a_step(ranks):
     assert max(ranks(2).run(_with_a_loss_outside)) <= 1e-6
+
+
+class _Scaled(nn.Module):
+    """A block with a small buffer, which each stage that reads it computes with."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 0.1 * number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale.exp()
+
+
+class _Odd(nn.Module):
+    """Makes a tensor without a device; may hold what cannot be copied."""
+
+    def __init__(self, lock: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Scaled(number) for number in range(4))
+        self.lock = threading.Lock() if lock else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) + torch.arange(4)
+        return x.square().mean()
+
+
+def _odd_models() -> float:
+    torch.manual_seed(0)
+    x, mesh = torch.randn(COUNT * ROWS, 4), init_device_mesh("cpu", (2,))
+    locked = dsgraph.pipeline(_Odd(lock=True), mesh, (x[:ROWS],), microbatches=COUNT)
+    assert locked.step(x).isfinite()
+    with pytest.raises(dsgraph.PartitionError, match=r"_Odd cannot be copied, which evaluate and param_dtype need"):
+        locked.evaluate(x)
+    torch.manual_seed(0)
+    model = _Odd(lock=False)
+    alone = copy.deepcopy(model)
+    piped = dsgraph.pipeline(model, mesh, (x[:ROWS],), microbatches=COUNT)
+    with torch.inference_mode():  # around an evaluation, as users write it
+        return float((piped.evaluate(x) - alone(x)).abs())
+
+
+def test_what_a_copy_of_the_model_may_meet(ranks):
+    assert max(ranks(2).run(_odd_models)) <= 1e-6

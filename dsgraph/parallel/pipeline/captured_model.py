@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def capture_model(
     device: torch.device,
     costs: CostModel | None = None,
 ) -> CapturedModel:
-    """Capture a model's forward by Dynamo, under fake tensors.
+    """Capture a model's forward by Dynamo.
 
     Args:
         model: An unmodified model; it may be on the meta device.
@@ -102,15 +103,16 @@ def capture_model(
         return torch.no_grad()(gm.forward)  # it runs once, and nothing that it computes is kept
 
     source = next((tensor.device for tensor in model.parameters()), device)
+    made = torch.device("meta") if source.type == "meta" else nullcontext()  # of tensors without a device
     args, kwargs = map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
     _install_hooks(model, kwargs)
     try:
-        with ignoring_log_messages():
+        with ignoring_log_messages(), made:
             torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except not_capturable() as error:
         why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
         raise PartitionError(why) from error
-    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep` alive, and with it all that `kept` contains
+    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
     state, inputs = _origins(gm, values, model=model, leaves=flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
@@ -121,9 +123,8 @@ def capture_model(
     held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
     apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
     repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
-    (output,) = gm.graph.find_nodes(op="output")
-    results = list(output.args[0])
-    return CapturedModel(gm, state, inputs, results, run.costs, slices, repeated, bool(run.effects.draws))
+    results: Any = gm.graph.output_node().args[0]
+    return CapturedModel(gm, state, inputs, list(results), run.costs, slices, repeated, bool(run.effects.draws))
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

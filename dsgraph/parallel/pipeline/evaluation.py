@@ -19,6 +19,7 @@ from dsgraph.utils.errors import PartitionError
 
 from .captured_model import CapturedModel, capture_model, fake_values
 from .stage_modules import LossOf, StageModule
+from .stage_values import fetch_missing
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Evaluation:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | PartitionError,
         example: tuple[tuple[Any, ...], Mapping[str, Any]],
         *,
         result: Callable[[CapturedModel], Node],
@@ -88,14 +89,19 @@ class Evaluation:
         """Set up from parts.
 
         Args:
-            model: The model without values, see `without_values`.
+            model: The model without values, see `without_values`; or why there is none.
             example: Arguments of one micro-batch.
             result: Returns the result of the last stage.
             held: This rank's parameters.
             loss: Computes a micro-batch's share of the mean loss from that result.
             agreement: The ranks of the pipeline.
             options: Options of the backend; None: stages run uncompiled.
+
+        Raises:
+            PartitionError: The model cannot be copied.
         """
+        if isinstance(model, PartitionError):
+            raise model
         self._model: nn.Module | None = model.eval()
         self._example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)
         self._result, self._held, self._loss, self._agreement, self._options = result, held, loss, agreement, options
@@ -117,7 +123,8 @@ class Evaluation:
             PartitionError: The forward in `eval()` cannot be captured, or reads parameters in another order.
         """
         if not self._graphs:
-            self._capture()
+            with torch.inference_mode(False), torch.enable_grad():
+                self._capture()
         assert self._captured is not None
         count, device = self._loss.microbatches, self._held.device
         inputs = {name: leaves[number].to(device).chunk(count) for name, number in self._inputs.items()}
@@ -176,6 +183,7 @@ class Evaluation:
         )
         graphs = stage_graphs(captured.graph_module, plan, state=state, results=[result], repeated=captured.repeated)
         self._agreement.confirm("evaluate different pipelines", describe_stages(graphs))
+        fetch_missing(graphs, held.tensors, held.stages, rank_of=held.rank_of, group=held.group, device=held.device)
         last = len(graphs) - 1
         own = [number for number, rank in enumerate(held.rank_of) if rank == held.group.rank()]
         self._modules = {

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsgraph.utils.errors import PartitionError
+
 from .captured_model import CapturedModel
 
 
@@ -19,6 +21,9 @@ def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Mod
     Args:
         model: The model.
         dtype: Dtype of the copy's floating-point parameters; None: that of the model's.
+
+    Raises:
+        PartitionError: The model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -26,7 +31,12 @@ def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Mod
         like = tensor.detach().to("meta", dtype=dtype if is_cast else tensor.dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # an attribute of any class
+        raise PartitionError(
+            f"pipeline: {type(model).__name__} cannot be copied, which evaluate and param_dtype need: {error}"
+        ) from error
 
 
 def with_values(captured: CapturedModel, model: nn.Module) -> CapturedModel:

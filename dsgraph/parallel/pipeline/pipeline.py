@@ -24,7 +24,7 @@ from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, re
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches
 from dsgraph.ranks.mesh import axis_group, mesh_axes, mesh_ranks
-from dsgraph.utils.errors import OptionError
+from dsgraph.utils.errors import OptionError, PartitionError
 
 from .captured_model import CapturedModel, capture_model
 from .evaluation import Evaluation, Held
@@ -108,7 +108,7 @@ def pipeline(
     agreement = _agreement(mesh)
     costs = _costs(agreement, mesh)
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
-    twin = without_values(model, param_dtype)
+    twin = _twin(model, param_dtype)
     captured = _captured(model, example, twin=twin if param_dtype else None, device=device, costs=costs)
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     return_only(captured.graph_module, result := _result(captured, is_loss=loss_fn is None))
@@ -149,7 +149,7 @@ def pipeline(
             Evaluation,
             twin,
             example,
-            result=partial(_result, is_loss=loss_fn is None),
+            result=partial(_result, is_loss=loss_fn is None, evaluates=True),
             held=Held.of(graphs, held, group=group, device=device),
             loss=LossOf(loss_fn, microbatches),
             agreement=agreement,
@@ -184,16 +184,26 @@ def _checked_stages(
     return tuple(map(tuple, held))
 
 
+def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module | PartitionError:
+    """Return a copy of the model without values, or why there is none: only those who need it raise the error."""
+    try:
+        return without_values(model, dtype)
+    except PartitionError as error:
+        return error
+
+
 def _captured(
     model: nn.Module,
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
     *,
-    twin: nn.Module | None,
+    twin: nn.Module | PartitionError | None,
     device: torch.device,
     costs: CostModel,
 ) -> CapturedModel:
     """Capture a model, or its twin without values, which has parameters of another dtype."""
     args, kwargs = example
+    if isinstance(twin, PartitionError):
+        raise twin
     if twin is None:
         return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
     return with_values(capture_model(twin, args, kwargs=kwargs, device=device, costs=costs), model)
@@ -254,14 +264,19 @@ def _seconds_per_byte(costs: CostModel) -> float:
     return 1 / link.of("all_gather").bytes_per_s
 
 
-def _result(captured: CapturedModel, *, is_loss: bool) -> Node:
+def _is_real(node: Node) -> bool:
+    return bool(node.meta["val"].is_floating_point())
+
+
+def _result(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False) -> Node:
     """Return the result of the last stage: the loss, or the input of `loss_fn`."""
     results = [node for node in captured.results if isinstance(node, Node)]
     if not is_loss:
         if len(results) != 1:
             raise OptionError(f"pipeline: loss_fn takes one tensor, the model returns {len(results)}")
         return results[0]
-    losses = [node for node in results if node.meta["val"].ndim == 0 and node.meta["val"].requires_grad]
+    scalars = [node for node in results if node.meta["val"].ndim == 0]
+    losses = [node for node in scalars if node.meta["val"].requires_grad or (evaluates and _is_real(node))]
     if not losses:
         raise OptionError(
             "pipeline: the model returns no scalar with a gradient: give loss_fn=, or have it return its loss"

@@ -73,6 +73,38 @@ def share_first_values(
                 _receive(values[name], source, group)
 
 
+def fetch_missing(
+    graphs: Sequence[StageGraph],
+    own: Mapping[str, Tensor],
+    stages: Mapping[str, Sequence[int]],
+    *,
+    rank_of: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Send each stage the buffers that only other ranks hold. All ranks of the pipeline call it.
+
+    Args:
+        graphs: Stages, cut at other places than those that `stages` describes.
+        own: This rank's parameters and buffers by name.
+        stages: The stages that hold each of them, of all ranks.
+        rank_of: The rank of each stage.
+        group: The ranks of the pipeline.
+        device: Their device.
+    """
+    me = group.rank()
+    for number, graph in enumerate(graphs):
+        for name, tensors, leaf in list(_places(graph)):
+            target, holders = rank_of[number], [rank_of[stage] for stage in stages[name]]
+            if target in holders:
+                continue
+            if me == holders[0]:
+                _send(own[name], target, group)
+            elif me == target:
+                tensors[leaf] = torch.empty(tensors[leaf].shape, dtype=tensors[leaf].dtype, device=device)
+                _receive(tensors[leaf], holders[0], group)
+
+
 def _holders(graphs: Sequence[StageGraph], held: Sequence[Sequence[int]]) -> dict[str, list[int]]:
     """Return the ranks that have each parameter and buffer, by name, in the order of the stages."""
     rank_of = {stage: rank for rank, stages in enumerate(held) for stage in stages}
