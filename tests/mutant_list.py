@@ -665,6 +665,11 @@ BLOCKS = (
         killers=("tests/compiler/test_around_blocks.py",),
     ),
     Mutant(
+        *("light-graphs-that-gather", "dsgraph/compiler/around_blocks.py", "ranks differ"),
+        *("options_of_graph", "any(map(_is_shard, value.placements))", "False"),
+        killers=("tests/compiler/test_around_blocks.py",),
+    ),
+    Mutant(
         *("heavy-graphs-run-as-they-are", "dsgraph/compiler/around_blocks.py", "missing check"),
         *("options_of_graph", "if _is_light(gm, inputs) else options", ""),
         killers=("tests/compiler/test_around_blocks.py",),

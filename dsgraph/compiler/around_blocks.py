@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.fx import GraphModule, Interpreter
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,10 +30,20 @@ LIGHT = 8
 def options_of_graph(
     options: BackendOptions, gm: GraphModule, inputs: Sequence[Any], capture: Capture, *, mode: str | None
 ) -> BackendOptions:
-    """Return the options for one graph: codegen "eager" for a light one around blocks, unless Inductor has settings."""
+    """Return the options for one graph: codegen "eager" for a light one around blocks, unless Inductor has settings.
+
+    A graph that gathers parameters is compiled: what is light depends on a rank's batch, and ranks with other codegens
+    might gather in another order.
+    """
     if options.codegen != "inductor" or options.inductor or mode is not None or not capture.is_around_blocks:
         return options
+    if any(isinstance(value, DTensor) and any(map(_is_shard, value.placements)) for value in inputs):
+        return options
     return options.model_copy(update={"codegen": "eager"}) if _is_light(gm, inputs) else options
+
+
+def _is_shard(placement: Placement) -> bool:
+    return isinstance(placement, Shard)
 
 
 def _is_light(gm: GraphModule, inputs: Sequence[Any]) -> bool:

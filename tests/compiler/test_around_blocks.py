@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.fx import symbolic_trace
 
 import dsgraph
@@ -42,6 +44,15 @@ def test_a_graph_whose_size_is_not_known_is_compiled():
             return (torch.nonzero(x),)
 
     assert _codegen(Depends()) == "inductor"
+
+
+def test_a_graph_that_gathers_is_compiled_because_ranks_may_have_other_batches(one_rank):
+    mesh = init_device_mesh("cpu", (1,))
+    light, capture = symbolic_trace(nn.LayerNorm(WIDTH)), Capture(SourceLine("model.py", 1), is_around_blocks=True)
+    sharded = [distribute_tensor(torch.ones(64, WIDTH), mesh, [Shard(0)])]
+    assert options_of_graph(BackendOptions(), light, sharded, capture, mode=None).codegen == "inductor"
+    plain = options_of_graph(BackendOptions(), light, [torch.ones(64, WIDTH)], capture, mode=None)
+    assert plain.codegen == "eager"
 
 
 class _Block(nn.Module):
