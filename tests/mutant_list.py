@@ -1423,6 +1423,11 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline.py::test_steps_are_those_of_the_unsplit_model",),
     ),
     Mutant(
+        *("copies-on-another-device", "dsgraph/parallel/pipeline/model_copy.py", "wrong branch"),
+        *("without_values", "device=device", 'device=torch.device("meta")'),
+        killers=("tests/distributed/test_pipeline_evaluation.py",),
+    ),
+    Mutant(
         *("random-values-repeated", "dsgraph/parallel/pipeline/captured_model.py", "missing check"),
         *("capture_model", "run.impure", "set"),
         killers=("tests/parallel/pipeline/test_captured_model.py",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -22,6 +24,16 @@ def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def fake_like(
+    tensor: torch.Tensor, mode: Any, *, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a tensor of a fake mode with the shape, strides and layout of another, on a device."""
+    if isinstance(tensor, DTensor):
+        return distributed_like(tensor, fake_like(tensor.to_local().detach(), mode, device=device, dtype=dtype))
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
 
 
 def replicated_value(value: DTensor) -> torch.Tensor:

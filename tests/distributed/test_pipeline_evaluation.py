@@ -142,7 +142,7 @@ class _Scaled(nn.Module):
 
 
 class _Odd(nn.Module):
-    """Makes a tensor without a device; may hold what cannot be copied."""
+    """Makes tensors with and without a device, asks for that of its input; may hold what cannot be copied."""
 
     def __init__(self, lock: bool) -> None:
         super().__init__()
@@ -150,9 +150,15 @@ class _Odd(nn.Module):
         self.lock = threading.Lock() if lock else None
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) + torch.arange(4)
+        with torch.set_grad_enabled(self.training), torch.autocast(x.device.type, enabled=False):
+            for layer in self.layers:
+                x = layer(x) + torch.arange(4) * torch.tensor([0.5] * 4).to(x.dtype)
+                x = x - torch.ones(4, device="cpu") if x.device.type == "cpu" else 2 * x
         return x.square().mean()
+
+
+def _one_rank() -> Any:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
 
 
 def _odd_models() -> float:
@@ -160,14 +166,23 @@ def _odd_models() -> float:
     x, mesh = torch.randn(COUNT * ROWS, 4), init_device_mesh("cpu", (2,))
     locked = dsgraph.pipeline(_Odd(lock=True), mesh, (x[:ROWS],), microbatches=COUNT)
     assert locked.step(x).isfinite()
-    with pytest.raises(dsgraph.PartitionError, match=r"_Odd cannot be copied, which evaluate and param_dtype need"):
+    with pytest.raises(dsgraph.PartitionError, match=r"_Odd cannot be copied, which evaluate, param_dtype"):
         locked.evaluate(x)
     torch.manual_seed(0)
     model = _Odd(lock=False)
     alone = copy.deepcopy(model)
     piped = dsgraph.pipeline(model, mesh, (x[:ROWS],), microbatches=COUNT)
     with torch.inference_mode():  # around an evaluation, as users write it
-        return float((piped.evaluate(x) - alone(x)).abs())
+        worst = float((piped.evaluate(x) - alone(x)).abs())
+    low = dsgraph.pipeline(
+        copy.deepcopy(alone),
+        mesh,
+        (x[:ROWS],),
+        microbatches=COUNT,
+        data_parallel=_one_rank(),
+        param_dtype=torch.float64,
+    )
+    return max(worst, float((low.step(x) - alone(x)).abs()))
 
 
 def test_what_a_copy_of_the_model_may_meet(ranks):

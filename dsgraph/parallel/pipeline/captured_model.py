@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import FlopCounterMode
 
 from dsgraph.compat.autograd import version_of
+from dsgraph.compat.compiled import allowing_recompiles
+from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import ignoring_log_messages, not_capturable
 from dsgraph.compat.tensors import flatten_tree, map_tensors
 from dsgraph.compiler.remedies import remedy
@@ -26,6 +27,7 @@ from dsgraph.passes.compat import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    detect_fake_mode,
     is_batched,
     is_to_local,
     schema_of,
@@ -86,7 +88,7 @@ def capture_model(
     """Capture a model's forward by Dynamo.
 
     Args:
-        model: An unmodified model; it may be on the meta device.
+        model: An unmodified model on the device of the stages, or its copy of `without_values`.
         args: Positional arguments of one micro-batch.
         kwargs: Keyword arguments of one micro-batch.
         device: The device of the stages.
@@ -102,12 +104,12 @@ def capture_model(
         kept.append((gm, inputs))
         return torch.no_grad()(gm.forward)  # it runs once, and nothing that it computes is kept
 
-    source = next((tensor.device for tensor in model.parameters()), device)
-    made = torch.device("meta") if source.type == "meta" else nullcontext()  # of tensors without a device
-    args, kwargs = map_tensors(lambda tensor: tensor.to(source), (args, dict(kwargs)))
+    mode = detect_fake_mode([*model.parameters(), *model.buffers()])
+    args, kwargs = map_tensors(lambda tensor: _argument(tensor, mode, device), (args, dict(kwargs)))
     _install_hooks(model, kwargs)
     try:
-        with ignoring_log_messages(), made:
+        # A copy on a device makes tensors there that the model, which may be on another, makes on the default device.
+        with ignoring_log_messages(), allowing_recompiles(), mode or nullcontext(), device if mode else nullcontext():
             torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except not_capturable() as error:
         why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
@@ -116,7 +118,6 @@ def capture_model(
     state, inputs = _origins(gm, values, model=model, leaves=flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
-    _place(gm, source, device)
     run = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
     run.values_of(values)
     _refuse_changes(gm, state)
@@ -125,6 +126,12 @@ def capture_model(
     repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
     results: Any = gm.graph.output_node().args[0]
     return CapturedModel(gm, state, inputs, list(results), run.costs, slices, repeated, bool(run.effects.draws))
+
+
+def _argument(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
+    if mode is None:
+        return tensor.to(device)
+    return fake_like(tensor, mode, device=device).requires_grad_(tensor.requires_grad)
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -192,19 +199,6 @@ def _own_slices(
     placeholders = gm.graph.find_nodes(op="placeholder")
     new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
     return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
-
-
-def _place(gm: GraphModule, source: torch.device, device: torch.device) -> None:
-    """Create tensors that the graph makes on the device of the stages."""
-    if source == device:
-        return
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) and value == source else value
-
-    for node in gm.graph.nodes:
-        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
-    gm.recompile()
 
 
 class _Effects(TorchDispatchMode):

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from dsgraph.compat.tensors import map_tensors
+from dsgraph.passes.compat import set_grad_enabled
 from dsgraph.passes.parallel.split_stages import stages_by_parameters
 from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
 from dsgraph.ranks.agreement import Agreement
@@ -167,6 +168,7 @@ class Evaluation:
         args, kwargs = self._example
         held = self._held
         captured = capture_model(self._model, args, kwargs=kwargs, device=held.device)
+        _drop_grad_modes(captured.graph_module)
         return_only(captured.graph_module, result := self._result(captured))
         missing = [name for name, _ in captured.state.values() if name not in held.stages]
         if missing:
@@ -192,3 +194,10 @@ class Evaluation:
         for module in self._modules.values() if self._options is not None else ():
             module.compile_graph(self._options or {})
         self._graphs, self._captured, self._inputs, self._model = graphs, captured, dict(captured.inputs), None
+
+
+def _drop_grad_modes(gm: GraphModule) -> None:
+    """Drop what switches gradients on and off: evaluation has none, and a region could not be cut into stages."""
+    for node in gm.graph.find_nodes(op="call_function", target=set_grad_enabled):
+        gm.graph.erase_node(node)
+    gm.recompile()

@@ -10,32 +10,39 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dsgraph.compat.dtensor import fake_like
+from dsgraph.compat.tensors import new_fake_mode
 from dsgraph.utils.errors import PartitionError
 
 from .captured_model import CapturedModel
 
 
-def without_values(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of a model on the meta device, which takes no memory for parameters and buffers.
+def without_values(model: nn.Module, device: torch.device, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers are fake: they have a device and take no memory.
+
+    The forward of the copy takes the branches that the model takes on that device.
 
     Args:
-        model: The model.
+        model: The model, on any device or on meta.
+        device: The device of the copy.
         dtype: Dtype of the copy's floating-point parameters; None: that of the model's.
 
     Raises:
         PartitionError: The model cannot be copied.
     """
     memo: dict[int, Any] = {}
+    mode = new_fake_mode()
     for tensor in (*model.parameters(), *model.buffers()):
-        is_cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        like = tensor.detach().to("meta", dtype=dtype if is_cast else tensor.dtype)
         is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
+        is_cast = dtype is not None and is_parameter and tensor.is_floating_point()
+        fake = fake_like(tensor, mode, device=device, dtype=dtype if is_cast else tensor.dtype)
+        memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # an attribute of any class
         raise PartitionError(
-            f"pipeline: {type(model).__name__} cannot be copied, which evaluate and param_dtype need: {error}"
+            f"pipeline: {type(model).__name__} cannot be copied, which evaluate, param_dtype and a model on another "
+            f"device than its stages need: {error}"
         ) from error
 
 

@@ -108,8 +108,8 @@ def pipeline(
     agreement = _agreement(mesh)
     costs = _costs(agreement, mesh)
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
-    twin = _twin(model, param_dtype)
-    captured = _captured(model, example, twin=twin if param_dtype else None, device=device, costs=costs)
+    twin = _twin(model, device, param_dtype)
+    captured = _captured(model, example, twin=twin, is_cast=bool(param_dtype), device=device, costs=costs)
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     return_only(captured.graph_module, result := _result(captured, is_loss=loss_fn is None))
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
@@ -184,10 +184,10 @@ def _checked_stages(
     return tuple(map(tuple, held))
 
 
-def _twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module | PartitionError:
+def _twin(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module | PartitionError:
     """Return a copy of the model without values, or why there is none: only those who need it raise the error."""
     try:
-        return without_values(model, dtype)
+        return without_values(model, device, dtype=dtype)
     except PartitionError as error:
         return error
 
@@ -196,16 +196,17 @@ def _captured(
     model: nn.Module,
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
     *,
-    twin: nn.Module | PartitionError | None,
+    twin: nn.Module | PartitionError,
+    is_cast: bool,
     device: torch.device,
     costs: CostModel,
 ) -> CapturedModel:
-    """Capture a model, or its twin without values, which has parameters of another dtype."""
+    """Capture a model, or its twin without values if its parameters have another dtype or device."""
     args, kwargs = example
+    if not is_cast and all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
     if isinstance(twin, PartitionError):
         raise twin
-    if twin is None:
-        return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
     return with_values(capture_model(twin, args, kwargs=kwargs, device=device, costs=costs), model)
 
 
