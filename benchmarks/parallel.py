@@ -4,8 +4,9 @@
 
 Linux and root for the link: the two ranks stand on hosts of their own, see `benchmarks.namespaces`; `--rate none`
 leaves it out. dsgraph is calibrated first, on the two hosts. A step has the same rows in every system, in 4
-micro-batches. DDP sends gradients once a step (`no_sync`); a pipeline sends what its stages exchange. Columns of the
-link's rows are those of `benchmarks.links`; of the others:
+micro-batches. DDP sends gradients once a step (`no_sync`); a pipeline sends what its stages exchange. "interleaved" is
+Interleaved1F1B, "zero-bubble" ZBVZeroBubble, both with two stages a rank. Columns of the link's rows are those of
+`benchmarks.links`; of the others:
     balance     cost of the most expensive stage over the mean, by the cost model
     capture_s   seconds of capturing the model as one graph
     split_s     seconds of finding the cuts
@@ -32,12 +33,14 @@ from benchmarks.systems import ACCUMULATING, MICRO_BATCHES, Step, System
 from benchmarks.training import Workload
 from benchmarks.workers import Workers
 from dsgraph.parallel.pipeline.captured_model import capture_model
+from dsgraph.parallel.pipeline.model_copy import without_values
 from dsgraph.passes.parallel.split_stages import SplitStages
 from examples.gpt import GPT, GPTConfig
 
 RANKS = 2
 DDP = f"ddp-x{MICRO_BATCHES}"
 PIPELINE = f"pipeline-x{MICRO_BATCHES}"
+INTERLEAVED, ZERO_BUBBLE = f"interleaved-x{MICRO_BATCHES}", f"zero-bubble-x{MICRO_BATCHES}"
 STAGES = (2, 4)
 BALANCED_LAYERS, SPLIT_LAYERS = 12, 96
 
@@ -73,7 +76,8 @@ def _splits(kind: str, layers: int) -> list[Row]:
         model = GPT(GPTConfig(vocab=512, width=256, layers=layers)) if kind == "gpt" else _llama(layers)
     args, kwargs = ((tokens, tokens), {}) if kind == "gpt" else ((), {"input_ids": tokens, "labels": tokens})
     started = time.perf_counter()
-    captured = capture_model(model, args, kwargs=kwargs, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    captured = capture_model(without_values(model, cpu), args, kwargs=kwargs, device=cpu)
     capture = time.perf_counter() - started
     rows = []
     for stages in STAGES:
@@ -92,16 +96,16 @@ def _llama(layers: int) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, use_cache=False))
 
 
-def _pipeline(model: GPT, *, compiled: bool) -> Step:
-    """Return a step of 1F1B on stages."""
+def _pipeline(model: GPT, *, schedule: str = "1F1B", compiled: bool = True) -> Step:
+    """Return a step on stages."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     made: list[tuple[dsgraph.PipelinedModel, torch.optim.Optimizer]] = []
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         if not made:  # the first batch tells the size of a micro-batch
             example = (tokens.chunk(MICRO_BATCHES)[0], targets.chunk(MICRO_BATCHES)[0])
-            options = {} if compiled else None
-            parts = dsgraph.pipeline(model, mesh, example, microbatches=MICRO_BATCHES, options=options)
+            how = {"microbatches": MICRO_BATCHES, "schedule": schedule, "options": {} if compiled else None}
+            parts = dsgraph.pipeline(model, mesh, example, **how)
             made.append((parts, torch.optim.AdamW(list(parts.parameters()), lr=1e-3, fused=True)))
         parts, optimizer = made[0]
         loss = parts.step(tokens, targets)
@@ -114,8 +118,10 @@ def _pipeline(model: GPT, *, compiled: bool) -> Step:
 
 SYSTEMS = {
     DDP: ACCUMULATING[DDP],
-    PIPELINE: System(partial(_pipeline, compiled=True), alone=True, micro_batches=MICRO_BATCHES),
+    PIPELINE: System(_pipeline, alone=True, micro_batches=MICRO_BATCHES),
     f"{PIPELINE}-eager": System(partial(_pipeline, compiled=False), alone=True, micro_batches=MICRO_BATCHES),
+    INTERLEAVED: System(partial(_pipeline, schedule="Interleaved1F1B"), alone=True, micro_batches=MICRO_BATCHES),
+    ZERO_BUBBLE: System(partial(_pipeline, schedule="ZBVZeroBubble"), alone=True, micro_batches=MICRO_BATCHES),
 }
 
 
@@ -154,6 +160,9 @@ def _checks(rows: Sequence[Row]) -> list[Check]:
         for ours in (PIPELINE, f"{PIPELINE}-eager"):
             value = ratio(by_case[ours]["step_s"], [by_case[DDP]["step_s"]])
             found.append(Check(f"{by_case[DDP]['rate']}: step of {ours} over {DDP}", value, 0.35, "lower"))
+    for other in (INTERLEAVED, PIPELINE) if ZERO_BUBBLE in by_case else ():
+        value = ratio(by_case[ZERO_BUBBLE]["step_s"], [by_case[other]["step_s"]])
+        found.append(Check(f"{by_case[other]['rate']}: step of {ZERO_BUBBLE} over {other}", value, 1.0, "lower"))
     return found
 
 

@@ -1428,6 +1428,11 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_evaluation.py",),
     ),
     Mutant(
+        *("deferred-weights-in-the-backward", "dsgraph/parallel/pipeline/deferred_weights.py", "counted twice"),
+        *("defer_weights", 'node.replace_input_with(weight, graph.call_method("detach", (weight,)))', "pass"),
+        killers=("tests/distributed/test_pipeline.py::test_compiled_stages_are_those_of_the_unsplit_model",),
+    ),
+    Mutant(
         *("random-values-repeated", "dsgraph/parallel/pipeline/captured_model.py", "missing check"),
         *("capture_model", "run.impure", "set"),
         killers=("tests/parallel/pipeline/test_captured_model.py",),

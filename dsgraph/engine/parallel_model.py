@@ -13,8 +13,6 @@ from dsgraph.batches import as_arguments
 from dsgraph.optim.registry import entry_of
 from dsgraph.parallel.parallelize import parallelize
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
-from dsgraph.parallel.pipeline.schedule_order import ZERO_BUBBLE
-from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
@@ -53,9 +51,6 @@ def parallel_model(
         assert loader is not None and loader.collate_fn is not None
         example = loader.collate_fn([loader.dataset[at % len(loader.dataset)] for at in range(resolved.batch.micro)])  # type: ignore[arg-type]
     args, kwargs = as_arguments(example)
-    compiles = config.dsgraph.compile and layout.schedule not in ZERO_BUBBLE
-    if config.dsgraph.compile and not compiles:
-        print_notes(f"stages run uncompiled: {layout.schedule} splits their backward in two")
     return parallelize(
         model,
         args,
@@ -70,7 +65,7 @@ def parallel_model(
         keep_whole_below=config.zero_optimization.param_persistence_threshold,
         param_dtype=config.compute_dtype,
         reduce_dtype=partition_options(config).get("reduce_dtype"),
-        options=dict(options) if compiles else None,
+        options=dict(options) if config.dsgraph.compile else None,
     )
 
 

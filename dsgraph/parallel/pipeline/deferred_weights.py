@@ -1,15 +1,17 @@
 """Matrix products for zero-bubble schedules: weight gradients are computed later than input gradients.
 
 Torch splits a stage's backward by walking autograd's graph, which fails for residual models ("saved tensor that has
-been detached in-place") and where a parameter is used twice. Here the backward of a stage is one backward. Its linear
-layers put the gradients of their weights into a queue, which the schedule's weight action computes; all other gradients
-are computed immediately. The schedules are those of Qi et al.: Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+been detached in-place") and where a parameter is used twice. Here the backward of a stage is one backward, compiled or
+not. The gradients of its linear layers' weights go to a queue, which the schedule's weight action computes; all other
+gradients are computed immediately. The schedules are those of Qi et al.: Zero Bubble Pipeline Parallelism, arXiv
+2401.10241.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as users write it
@@ -47,22 +49,91 @@ class WeightQueue:
         return run
 
 
-def defer_weights(gm: GraphModule, queue: WeightQueue) -> None:
-    """Make the products of a stage with parameters queue the gradients of these parameters, in place.
+@dataclass
+class DeferredWeights:
+    """The matrix products of a stage whose weight gradients are computed later.
+
+    Each product reads its weight detached, so that the stage's backward does not compute the gradient, and passes
+    through `_Tap`. There the gradient of its result leaves the stage's graph as that of an extra argument. The product
+    of that gradient with the rows that the stage returns goes to a queue.
+
+    Attributes:
+        queue: The queue of weight gradients.
+        products: The products, in the order of the extra arguments.
+        results: Number of extra results of the stage: of each product an empty tensor of its dtype, then the rows that
+            products multiply.
+    """
+
+    queue: WeightQueue
+    products: tuple[_Product, ...]
+    results: int
+
+    def call(self, run: Callable[..., Sequence[Tensor]], arguments: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Call the stage and return its own results."""
+        extra: list[Tensor] = []
+        zeros = [_Gradient.apply(product, self.queue, extra, product.weight) for product in self.products]
+        results = run(*arguments, *zeros)
+        own = len(results) - self.results
+        extra += results[own:]
+        return results[:own]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A matrix product with a weight.
+
+    Attributes:
+        weight: The weight.
+        like: Number of the empty tensor of its dtype among the extra results of the stage.
+        rows: Number of its rows among them.
+        is_transposed: True for `rows @ weight`, False for `rows @ weight.T`.
+        shape: Shape of its result.
+    """
+
+    weight: nn.Parameter
+    like: int
+    rows: int
+    is_transposed: bool
+    shape: torch.Size
+
+    def gradient(self, rows: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of the weight. Under autocast the product had a lower precision."""
+        rows, grads = rows.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
+        return (rows.t() @ grads if self.is_transposed else grads.t() @ rows).to(self.weight.dtype)
+
+
+def defer_weights(gm: GraphModule, queue: WeightQueue) -> DeferredWeights:
+    """Leave the gradients of a stage's weights to a queue, in place.
 
     before:  y = linear(x, w, b)
-    after:   y = _deferred_linear(x, w, b)
+             return y
+    after:   y = _tap(linear(x, w.detach(), b), gradient_0)
+             return y, y.new_empty(0), x.detach()
     """
-    for node in list(gm.graph.nodes):
-        kind = _kind(gm, node)
-        if kind is None:
-            continue
-        name = f"_deferred_{kind}"
-        if name not in gm._modules:
-            gm.add_module(name, _Deferred(queue, is_transposed=kind == "addmm"))
-        x, weight, bias = _operands(node, kind)
-        node.op, node.target, node.args, node.kwargs = "call_module", name, (x, weight, bias), {}
+    graph, output = gm.graph, gm.graph.output_node()
+    found = [(node, kind) for node in graph.nodes if (kind := _kind(gm, node)) is not None]
+    read = [_operands(node, kind)[0] for node, kind in found]
+    places = [next(iter(graph.nodes)), *graph.find_nodes(op="placeholder")]
+    products = []
+    for number, (node, kind) in enumerate(found):
+        weight = _operands(node, kind)[1]
+        with graph.inserting_after(places[-1]):
+            places.append(graph.placeholder(f"gradient_{number}"))
+        with graph.inserting_before(node):
+            node.replace_input_with(weight, graph.call_method("detach", (weight,)))
+        with graph.inserting_after(node):
+            tap = graph.call_function(_tap, (node, places[-1]))
+        node.replace_all_uses_with(tap, delete_user_cb=lambda user, tap=tap: user is not tap)
+        rows = len(found) + list(dict.fromkeys(read)).index(read[number])
+        shape = node.meta["val"].shape
+        products.append(_Product(gm.get_parameter(str(weight.target)), number, rows, kind == "addmm", shape))
+    with graph.inserting_before(output):
+        likes = [graph.call_method("new_empty", (node, 0)) for node, _ in found]
+        rows_read = [graph.call_method("detach", (x,)) for x in dict.fromkeys(read)]
+    results: Any = output.args[0]
+    output.args = ((*results, *likes, *rows_read),)
     gm.recompile()
+    return DeferredWeights(queue, tuple(products), len(likes) + len(rows_read))
 
 
 def _kind(gm: GraphModule, node: Node) -> str | None:
@@ -89,43 +160,33 @@ def _operands(node: Node, kind: str) -> tuple[Any, Any, Any]:
     return x, weight, rest[0] if rest else node.kwargs.get("bias")
 
 
-class _Deferred(nn.Module):
-    """A matrix product with a parameter."""
+class _Gradient(torch.autograd.Function):
+    """An extra argument of a stage, by whose gradient that of a weight is computed later."""
 
-    def __init__(self, queue: WeightQueue, *, is_transposed: bool) -> None:
-        super().__init__()
-        self._queue, self._is_transposed = queue, is_transposed
-
-    def forward(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Any:
-        """Return `x @ weight.T + bias`, or `x @ weight + bias` for a transposed weight."""
-        return _DeferredProduct.apply(x, weight, bias, self._queue, self._is_transposed)
-
-
-class _DeferredProduct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightQueue, is_transposed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.is_transposed = queue, is_transposed
-        ctx.parameter, ctx.bias = weight, None if bias is None else (bias.shape, bias.dtype)
-        return torch.addmm(bias, x, weight) if is_transposed else F.linear(x, weight, bias)  # type: ignore[arg-type]
+    def forward(ctx: Any, product: _Product, queue: WeightQueue, extra: list[Tensor], weight: nn.Parameter) -> Tensor:
+        ctx.product, ctx.queue, ctx.extra = product, queue, extra
+        return weight.new_zeros(()).expand(product.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        is_transposed = ctx.is_transposed
+        product, extra = ctx.product, ctx.extra
+        grad = grad.to(extra[product.like].dtype)  # autograd casts it to the dtype of the argument
+        ctx.queue.add(product.weight, lambda: product.gradient(extra[product.rows], grad))
+        return None, None, None, None
 
-        def of_weight() -> Tensor:  # under autocast the product had a lower precision
-            rows, grads = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
-            return (rows.t() @ grads if is_transposed else grads.t() @ rows).to(weight.dtype)
 
-        ctx.queue.add(ctx.parameter, of_weight)
-        of_x = of_bias = None
-        if ctx.needs_input_grad[0]:
-            narrow = weight.to(grad.dtype)
-            of_x = (grad @ (narrow.t() if is_transposed else narrow)).to(x.dtype)
-        if ctx.bias is not None and ctx.needs_input_grad[2]:
-            shape, dtype = ctx.bias
-            of_bias = grad.sum_to_size(shape).to(dtype)
-        return of_x, None, of_bias, None, None
+class _Tap(torch.autograd.Function):
+    """The identity of a value, whose gradient also goes to another argument."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, argument: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def _tap(value: Tensor, argument: Tensor) -> Tensor:
+    return cast(Tensor, _Tap.apply(value, argument))

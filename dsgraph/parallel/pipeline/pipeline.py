@@ -86,8 +86,7 @@ def pipeline(
             and gradients are added up in it. Needs `data_parallel`, of one rank where there are no others.
         reduce_dtype: As for `partition`. Needs `data_parallel`.
         options: Options of the backend, which then compiles each stage; {} uses their defaults. None: stages run
-            eagerly. Schedules that split the backward of a stage in two ("InterleavedZeroBubble", "ZBVZeroBubble",
-            "DualPipeV") run eagerly only.
+            eagerly.
 
     Returns:
         This rank's stages.
@@ -174,11 +173,6 @@ def _checked_stages(
         raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give only that of the pipeline, mesh["pp"]')
     held = stages_of_ranks(schedule, ranks=mesh.size(), stages=stages)
     check_microbatches(schedule, ranks=mesh.size(), stages=stages, microbatches=microbatches)
-    if options is not None and schedule in ZERO_BUBBLE:
-        raise OptionError(
-            f"pipeline: {schedule} splits the backward of a stage in two, and a compiled stage has one: "
-            "leave options out, or take GPipe, 1F1B or Interleaved1F1B"
-        )
     if options is not None:
         _check_options(options)
     return tuple(map(tuple, held))

@@ -50,22 +50,24 @@ class StageModule(nn.Module):
     def __init__(self, graph_module: GraphModule, roots: Sequence[str], *, single: bool, defers: bool = False) -> None:
         super().__init__()
         self.queue = WeightQueue() if defers else None
-        if self.queue is not None:
-            defer_weights(graph_module, self.queue)
+        self._deferred = None if self.queue is None else defer_weights(graph_module, self.queue)
         self.graph_module = graph_module
         self._roots, self._single = tuple(roots), single
-        self._run: Callable[..., Any] = graph_module
+        self._run: Callable[..., Any] = graph_module.__call__
         self._hooked = WeakIdKeyDictionary()
 
     def compile_graph(self, options: Mapping[str, Any]) -> None:
         """Let the backend compile the stage when it first runs."""
-        self._run = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
+        compiled: Any = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
+        # Not a child module: by those torch recognizes compiled stages, and refuses schedules that split the backward.
+        self._run = compiled.__call__
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Return the sent values, contiguous as gloo requires; the last stage returns its one result by itself."""
         for value in received:
             self._gradient_contiguous(value)
-        sent = self._run(*received, *[inputs[root] for root in self._roots])
+        arguments = [*received, *[inputs[root] for root in self._roots]]
+        sent = self._run(*arguments) if self._deferred is None else self._deferred.call(self._run, arguments)
         return sent[0] if self._single else tuple(value.contiguous() for value in sent)
 
     def _gradient_contiguous(self, received: Tensor) -> None:
