@@ -21,7 +21,7 @@ from dsgraph.passes.compat import fake_mode_of
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult, source_fingerprint
 from dsgraph.passes.core.notes import user_line
-from dsgraph.passes.ir.graph import all_graph_modules
+from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
 from . import find_attention as finding
 from . import mask_terms
@@ -33,6 +33,7 @@ from .matching import writes
 from .spec import NearMiss
 
 _OP = torch.ops.dsgraph.block_sparse_attention.default
+_OF_SLICES = (torch.ops.dsgraph.enter_slices.default, torch.ops.dsgraph.sum_slices.default)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class SparsifyAttention(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         notes: list[str] = []
         done: Counter[str] = Counter()
+        splits_heads = self.layout.different_layout_per_head and any(find_calls(gm, op) for op in _OF_SLICES)
         for module in all_graph_modules(gm):
             transforms, erased = 0, set[Node]()
             for node in list(module.graph.nodes):
@@ -69,6 +71,8 @@ class SparsifyAttention(GraphPass):
                     continue
                 if transforms > 0:
                     found = NearMiss(node, "it is inside a transform of torch.func, which does not know the op")
+                if isinstance(found, FoundAttention) and splits_heads:
+                    found = NearMiss(node, "tensor-parallel ranks have other heads, and heads of this layout differ")
                 made = _sparsified(found, self.layout) if isinstance(found, FoundAttention) else found
                 if isinstance(found, FoundAttention) and isinstance(made, str):
                     _erase(found.node, erased)

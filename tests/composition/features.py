@@ -178,7 +178,6 @@ _NOT_PARALLEL = {
     "parameters on disk": ("zero_optimization.offload_param.device", "stages gather each parameter once a step"),
     "blocks": ("dsgraph.blocks", "a stage is one graph"),
     "one graph": ("dsgraph.blocks", "a stage is one graph anyway"),
-    "sparse attention": ("sparse_attention", "not built yet"),
     "1-bit Adam": ("optimizer.type OneBitAdam", "not built yet"),
     "layer dropping": ("progressive_layer_drop.enabled", "a stage cannot leave a block out yet"),
     "quantized training": ("quantize_training.enabled", "not built yet"),

@@ -252,6 +252,7 @@ class EngineConfig(Section):
         option="sparse_attention",
         value=layout_of_section,
         needs=(Needs("dsgraph.compile", (True,), "only compiled attention can be block-sparse"),),
+        parallel=True,
     )
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()

@@ -8,7 +8,7 @@ from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.reading import layout_of
 from dsgraph.utils.errors import ConfigError
 
-from .key import key
+from .key import Needs, key
 from .section import Section
 
 
@@ -16,29 +16,40 @@ class SparseAttentionConfig(Section):
     """Blocks of scores that self-attention computes, see docs/guides/long-sequences.md; each mode has its own keys."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local"] = key(
-        "fixed", "layout of the blocks"
+        "fixed", "layout of the blocks", parallel=True
     )
-    block: int | None = key(None, "queries and keys per block; default: 16")
-    different_layout_per_head: bool | None = key(None, "allow a different layout per head")
-    num_local_blocks: int | None = key(None, "fixed: blocks per window")
+    block: int | None = key(None, "queries and keys per block; default: 16", parallel=True)
+    different_layout_per_head: bool | None = key(
+        None,
+        "allow a different layout per head",
+        parallel=True,
+        needs=(Needs("parallel.tp", (1,), "each rank has other heads", only=True),),
+    )
+    num_local_blocks: int | None = key(None, "fixed: blocks per window", parallel=True)
     num_global_blocks: int | None = key(
-        None, "fixed: global blocks per window; bigbird: number of first blocks that are global (all queries see them)"
+        None,
+        "fixed: global blocks per window; bigbird: number of first blocks that are global (all queries see them)",
+        parallel=True,
     )
     attention: Literal["bidirectional", "unidirectional"] | None = key(
-        None, "unidirectional: queries see no later keys"
+        None, "unidirectional: queries see no later keys", parallel=True
     )
-    horizontal_global_attention: bool | None = key(None, "fixed, variable: queries of global blocks see all keys")
+    horizontal_global_attention: bool | None = key(
+        None, "fixed, variable: queries of global blocks see all keys", parallel=True
+    )
     num_different_global_patterns: int | None = key(
-        None, "fixed: number of different global positions in a window; heads take turns"
+        None, "fixed: number of different global positions in a window; heads take turns", parallel=True
     )
-    num_random_blocks: int | None = key(None, "variable, bigbird: random blocks per row")
-    local_window_blocks: tuple[int, ...] | None = key(None, "variable: sizes of the windows")
-    global_block_indices: tuple[int, ...] | None = key(None, "variable, bslongformer: global blocks")
+    num_random_blocks: int | None = key(None, "variable, bigbird: random blocks per row", parallel=True)
+    local_window_blocks: tuple[int, ...] | None = key(None, "variable: sizes of the windows", parallel=True)
+    global_block_indices: tuple[int, ...] | None = key(None, "variable, bslongformer: global blocks", parallel=True)
     global_block_end_indices: tuple[int, ...] | None = key(
-        None, "variable, bslongformer: end (exclusive) of each range of global blocks"
+        None, "variable, bslongformer: end (exclusive) of each range of global blocks", parallel=True
     )
-    num_sliding_window_blocks: int | None = key(None, "bigbird, bslongformer, local: width of the window")
-    seed: int | None = key(None, "variable, bigbird: seed of the random blocks")
+    num_sliding_window_blocks: int | None = key(
+        None, "bigbird, bslongformer, local: width of the window", parallel=True
+    )
+    seed: int | None = key(None, "variable, bigbird: seed of the random blocks", parallel=True)
 
 
 def layout_of_section(section: SparseAttentionConfig, _: Any) -> Layout:

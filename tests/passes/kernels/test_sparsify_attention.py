@@ -184,6 +184,24 @@ def test_what_is_left_dense_is_named(function, said):
     torch.testing.assert_close(made, function(*inputs))
 
 
+@pytest.mark.parametrize("differ", [True, False])
+def test_heads_that_are_split_over_ranks_have_one_layout(differ):
+    def split(gm, inputs):
+        first = next(iter(gm.graph.nodes))
+        with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+            gm.graph.call_function(torch.ops.dsgraph.enter_slices.default, (first, "ranks"))
+        result = SparsifyAttention(Fixed(block=4, different_layout_per_head=differ)).run(gm, PassContext(Phase.CAPTURE))
+        found.append((result.changed, " ".join(result.notes)))
+        return lambda *args: args[:1]
+
+    found: list[tuple[int, str]] = []
+    torch._dynamo.reset()
+    torch.compile(F.scaled_dot_product_attention, backend=split)(*_heads())
+    ((changed, notes),) = found
+    assert changed == (0 if differ else 1)
+    assert ("tensor-parallel ranks have other heads" in notes) is differ
+
+
 def test_a_layout_of_another_length_is_no_error():
     layout = from_block_mask(torch.ones(2, 2, dtype=torch.bool), block=4)
     _, backend = _run(F.scaled_dot_product_attention, *_heads(), layout=layout)
