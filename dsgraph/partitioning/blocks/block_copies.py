@@ -178,12 +178,15 @@ class BlockCopies:
         for entry in self.entries:
             entry.block_copy = None
 
-    def keep_for_readers(self, outputs: Sequence[Any]) -> None:
-        """Leave the memory of a copy to those who may read it at any time, and take a new copy.
+    def keep_for_readers(self, outputs: Sequence[Any]) -> list[ParameterState]:
+        """Replace the copies that others may read at any time, whose memory lives as long as these readers.
 
-        These are outputs that share it, and hooks that keep what autograd saves.
+        Readers are outputs that share the memory, and hooks of autograd, which get what it saves.
+
+        Returns:
+            The parameters whose copies were replaced.
         """
-        is_saved = has_saved_tensor_hooks()
+        is_saved, replaced = has_saved_tensor_hooks(), []
         for entry in self.entries:
             copy = _copy_of(entry)
             memory = copy.untyped_storage().data_ptr()
@@ -193,6 +196,8 @@ class BlockCopies:
                 entry.block_copy = None
                 self._current_copy(entry)
                 self._gathered_in = -1  # the new copy has no memory
+                replaced.append(entry)
+        return replaced
 
     def _full(self, entry: ParameterState) -> Tensor:
         """Return a parameter's full value; that of a sharded one arrives later."""

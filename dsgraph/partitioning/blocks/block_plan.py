@@ -45,7 +45,7 @@ class _Reads:
 
     Attributes:
         calls: The blocks, each with its call.
-        copies: The copies, which its backward reads as well.
+        copies: Those that its backward reads as well and that have no other readers, such as hooks of autograd.
     """
 
     calls: dict[BlockCopies, _Call]
@@ -137,11 +137,11 @@ class BlockPlan:
             if given[number] is not entry.block_read:
                 given[number] = entry.block_copy  # a new one, if the parameter was converted
         outputs = compiled(*given)
-        for block in blocks:
-            block.keep_for_readers(outputs)
+        kept = [entry for block in blocks for entry in block.keep_for_readers(outputs)]
         for block, call in self._calls:
             call.has_read |= block in blocks
-        self._watch_backward(blocks, tuple(given[number] for number in numbers), outputs)
+        read = zip(numbers, entries, strict=True)
+        self._watch_backward(blocks, tuple(given[number] for number, entry in read if entry not in kept), outputs)
         for block in blocks:
             if not block.running and running_backward() == _NONE:
                 block.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -95,6 +96,25 @@ def test_hooks_that_keep_what_is_saved_keep_its_memory():
     assert [any(torch.equal(x, weight) for x in kept) for weight in weights] == [False, True, True]
     loss.backward()
     assert all(torch.equal(x, x.clone()) for x in kept), "which is a segmentation fault without memory"
+
+
+def _bytes_of_copies(blocks: list[BlockCopies]) -> int:
+    """Return the bytes of all copies of blocks that are alive, also of those that were replaced."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and hasattr(each, "dsgraph_block")]
+    tensors = [each for each in tensors if each.dsgraph_block in blocks]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_copies_that_hooks_do_not_keep_are_released_after_the_forward():
+    model, blocks = _model()
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            loss = model(torch.ones(2, 8)).sum()
+        alive = _bytes_of_copies(blocks)
+        assert alive == 0
+        loss.backward()
 
 
 @pytest.mark.parametrize("mode", (torch.inference_mode, torch.no_grad))

@@ -68,8 +68,8 @@ class _Block:
     def forget(self) -> None:
         pass
 
-    def keep_for_readers(self, outputs: Any) -> None:
-        pass
+    def keep_for_readers(self, outputs: Any) -> list[Any]:
+        return []
 
 
 class _Model:
