@@ -111,7 +111,7 @@ def _by_config(model: GPT, *, library: str, stage: int, codegen: str, script: bo
         "gradient_clipping": 1.0 if script else 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
-        "dsgraph": {"codegen": codegen},
+        "dsgraph": {} if codegen == "inductor" else {"codegen": codegen},
     }
     if script:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 10}}

@@ -183,7 +183,8 @@ def _dsgraph(
     import dsgraph
 
     dsgraph.partition(model, stage=stage, blocks=blocks)
-    options = {"codegen": codegen, **options}
+    if codegen != "inductor":  # which, given explicitly, would also compile light graphs around blocks
+        options["codegen"] = codegen
     return trainer(
         torch.compile(model, backend="dsgraph", options=options),
         _optimizer(model),

@@ -1,4 +1,4 @@
-"""Graphs around repeated blocks, such as a last norm: those with little to compute run as they are.
+"""Graphs around repeated blocks, such as a last norm: those with little to compute run uncompiled by default.
 
 Compiling their kernels would take longer than all that it saves: they run once a step, and the blocks many times.
 """
@@ -21,7 +21,7 @@ from .frames import Capture
 from .options import BackendOptions
 
 MOST_BYTES = 16 * 2**20
-"""Bytes of inputs and outputs of a light graph: kernels for more data pay, and save memory."""
+"""Most bytes of inputs and outputs of a light graph. For more data, fused kernels save time and memory."""
 
 LIGHT = 8
 """Operations per byte of inputs and outputs below which a graph is light: two matrices of 50 x 50 have more."""
@@ -30,12 +30,13 @@ LIGHT = 8
 def options_of_graph(
     options: BackendOptions, gm: GraphModule, inputs: Sequence[Any], capture: Capture, *, mode: str | None
 ) -> BackendOptions:
-    """Return the options for one graph: codegen "eager" for a light one around blocks, unless Inductor has settings.
+    """Return the options for one graph: codegen "eager" for a light one around blocks, unless the user chose Inductor.
 
     A graph that gathers parameters is compiled: what is light depends on a rank's batch, and ranks with other codegens
     might gather in another order.
     """
-    if options.codegen != "inductor" or options.inductor or mode is not None or not capture.is_around_blocks:
+    is_chosen = "codegen" in options.model_fields_set or options.inductor or mode is not None
+    if is_chosen or not capture.is_around_blocks:
         return options
     if any(isinstance(value, DTensor) and any(map(_is_shard, value.placements)) for value in inputs):
         return options

@@ -28,9 +28,9 @@ class BackendOptions(BaseModel):
     """The options of the backend, the keys of `options=`. The description of a field is its type in error messages.
 
     Attributes:
-        codegen: "inductor" compiles kernels; "eager" runs the transformed graphs as they are, which starts quickly. A
-            graph around repeated blocks with little to compute and to read, such as a small norm, always runs as it is,
-            unless `inductor` or a mode is set.
+        codegen: "inductor" compiles kernels; "eager" runs the transformed graphs uncompiled, which starts quickly. If
+            neither this option nor `inductor` nor a mode is given, graphs around repeated blocks that compute and read
+            little, such as a small norm, run uncompiled.
         pipeline: A `Pipeline`, or a list of passes and of names of built-in passes. None: `default_pipeline()`. Other
             options set their passes in it, and add optional passes such as `OffloadActivations`.
         gather_bucket_bytes: The most bytes of gathered parameters in one bucket, see `BucketForwardGathers`. None: the

@@ -1,4 +1,4 @@
-"""Graphs around repeated blocks run as they are if they compute little."""
+"""Graphs around repeated blocks run uncompiled by default if they compute little."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def test_settings_of_inductor_hold_for_all_graphs():
     light = nn.LayerNorm(WIDTH)
     assert _codegen(light, mode="max-autotune") == "inductor"
     assert _codegen(light, inductor={"max_autotune": True}) == "inductor"
+
+
+def test_a_chosen_codegen_holds_for_all_graphs():
+    assert [_codegen(nn.LayerNorm(WIDTH), codegen=chosen) for chosen in ("inductor", "eager")] == ["inductor", "eager"]
 
 
 def test_a_graph_whose_size_is_not_known_is_compiled():

@@ -40,8 +40,11 @@ _PLANNED = (
 class DsgraphConfig(Section):
     """Keys that DeepSpeed's file does not have: backend options (docs/reference/options.md) and loader processes."""
 
-    codegen: Literal["inductor", "eager"] = key(
-        "inductor", "code generator of compiled graphs", option="codegen", parallel=True
+    codegen: Literal["inductor", "eager"] | None = key(
+        None,
+        'code generator of compiled graphs; default: "inductor", but "eager" for light graphs around blocks',
+        option="codegen",
+        parallel=True,
     )
     compile: bool = key(True, "`false` runs the model uncompiled", parallel=True)
     pipeline: tuple[str, ...] | None = key(

@@ -27,7 +27,10 @@ _STAGE_3 = Needs("zero_optimization.stage", (3,), "other stages keep parameters 
 def _partition_offload(_: Any, config: Any) -> dict[str, Any] | None:
     """Return the argument `offload` of `partition`."""
     zero = config.zero_optimization
-    wanted = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
+    wanted: dict[str, OffloadOptimizerConfig | OffloadParamConfig] = {
+        "optimizer": zero.offload_optimizer,
+        "parameters": zero.offload_param,
+    }
     tiers = {what: _TIERS[section.device] for what, section in wanted.items() if section.device in _TIERS}
     if tiers.get("parameters") == "host":  # the model is on the CPU: its parameters are there already
         del tiers["parameters"]
@@ -49,25 +52,27 @@ def _read_ahead(_: int, config: Any) -> int | None:
     return ahead
 
 
-class _OffloadConfig(Section):
-    device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: PathText | None = key(
+def _nvme_path(*, parallel: bool) -> Any:
+    return key(
         None,
         "folder on that disk; created if it does not exist",
         needs=(Needs(".device", ("nvme",), "nothing is stored on disk"),),
-        parallel=True,
+        parallel=parallel,
     )
-    ratio: float = key(
+
+
+def _ratio(*, parallel: bool) -> Any:
+    return key(
         1.0,
         "share that is offloaded; the part of the last parameters stays in memory",
         gt=0,
         le=1,
         needs=(_IS_SET,),
-        parallel=True,
+        parallel=parallel,
     )
 
 
-class OffloadOptimizerConfig(_OffloadConfig):
+class OffloadOptimizerConfig(Section):
     """Storage of the optimizer state."""
 
     device: Literal["none", "cpu", "nvme"] = key(
@@ -79,6 +84,8 @@ class OffloadOptimizerConfig(_OffloadConfig):
         needs=_DISK,
         parallel=True,
     )
+    nvme_path: PathText | None = _nvme_path(parallel=True)
+    ratio: float = _ratio(parallel=True)
     pin_memory: bool | None = key(
         None,
         'use pinned host memory, for "cpu" and a model on CUDA; `false` disables it',
@@ -87,7 +94,7 @@ class OffloadOptimizerConfig(_OffloadConfig):
     )
 
 
-class OffloadParamConfig(_OffloadConfig):
+class OffloadParamConfig(Section):
     """Storage of parameters and their gradients."""
 
     device: Literal["none", "cpu", "nvme"] = key(
@@ -97,6 +104,8 @@ class OffloadParamConfig(_OffloadConfig):
         value=_partition_offload,
         needs=(*_DISK, _NOT_FROM_GPU, _STAGE_3),
     )
+    nvme_path: PathText | None = _nvme_path(parallel=False)
+    ratio: float = _ratio(parallel=False)
     buffer_count: int | None = key(
         None,
         'with "nvme": number of buffers for prefetched parameters; see `buffer_size`',

@@ -24,6 +24,7 @@ def test_defaults_set_nothing():
         ({"zero_optimization": {"overlap_comm": False}}, {"overlap_comm": False}),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"activation_offload": "host"}),
         ({"dsgraph": {"memory_limit": "1GiB", "codegen": "eager"}}, {"memory_limit": 2**30, "codegen": "eager"}),
+        ({"dsgraph": {"codegen": "inductor"}}, {"codegen": "inductor"}),
         ({"dsgraph": {"kernels": ["rms_norm"]}}, {"kernels": ("rms_norm",)}),
         ({"zero_optimization": {"offload_param": {"buffer_count": 2, "buffer_size": 10}}}, {}),
         (
