@@ -240,7 +240,6 @@ def build_model(resolved: Resolved) -> BuiltModel:
 
 def _build_parallel_model(resolved: Resolved) -> BuiltModel:
     given = resolved.ranks.given
-    check_float32(resolved.settings, given.model.named_parameters())
     logger = StepLogger(resolved.config, resolved.ranks.device)
     parts = parallel_model(
         given.model, resolved.config, options=resolved.options, loader=resolved.loader, example=given.example

@@ -197,13 +197,14 @@ def batches_of(loader: RankLoader | None) -> Iterator[Any]:
     return iter(loader.next_batch, object())
 
 
-def next_of_step(data: Iterator[Any], number: int, count: int) -> Any:
+def next_of_step(data: Iterator[Any], number: int, count: int, *, call: str = "train_batch") -> Any:
     """Return the next micro-batch of a step.
 
     Args:
         data: Yields one micro-batch at a time.
         number: Number of micro-batches of the step so far.
         count: Number of micro-batches in a step.
+        call: The method of the engine that was called, for errors.
 
     Raises:
         EngineError: The data ends within the step.
@@ -214,7 +215,8 @@ def next_of_step(data: Iterator[Any], number: int, count: int) -> Any:
     except StopIteration:
         if not number:
             raise
+        dropped = "The step was dropped" if call == "train_batch" else "They were not evaluated"
         raise EngineError(
-            f"train_batch: the iterator ended after micro-batch {number} of {count}. The step was dropped. Pass "
-            "an iterator with enough data"
+            f"{call}: the iterator ended after micro-batch {number} of {count}. {dropped}. Pass an iterator with "
+            "enough data"
         ) from None

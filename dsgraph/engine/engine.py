@@ -59,7 +59,11 @@ class Engine(EngineInfo):
             EngineError: With the section `parallel`: stages keep the mode in which the model was captured.
         """
         call = "engine.train" if mode else "engine.eval"
-        self._refuse_stages(call, "its stages keep the mode of the model in initialize. Set that mode before")
+        self._refuse_stages(
+            call,
+            "stages train in the mode that the model had in initialize: set it before. engine.eval_batch(data) runs "
+            "the forward that the model has in eval()",
+        )
         return super().train(mode)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -155,8 +159,8 @@ class Engine(EngineInfo):
     def eval_batch(self, data: Iterator[Any]) -> Any:
         """Return the model's output for one micro-batch, without gradients.
 
-        With the section `parallel`, as in DeepSpeed: run the micro-batches of a step as the model does it in `eval()`,
-        and return the mean of their losses over all ranks.
+        With the section `parallel`, as in DeepSpeed: run the model's forward in `eval()` for the micro-batches of a
+        step, and return the mean of their losses over all ranks.
         """
         return self._strategy.evaluate(data, self)
 

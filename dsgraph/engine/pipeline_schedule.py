@@ -31,7 +31,7 @@ class PipelineSchedule:
     def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step. Return the mean of their losses over all ranks."""
         state, count = self._state, self._state.resolved.batch.micro_batches
-        args, kwargs = as_arguments(self._next_batch(data))
+        args, kwargs = as_arguments(self._next_batch(data, "train_batch"))
         self._logger.count_tokens(args, kwargs)
         self._module.scale_loss(state.loss_scale.scale)
         with self._logger.stopwatch.part("schedule"):
@@ -62,13 +62,13 @@ class PipelineSchedule:
 
     def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run the forward of a step's micro-batches in `eval()`. Return the mean of their losses over all ranks."""
-        args, kwargs = as_arguments(self._next_batch(data))
+        args, kwargs = as_arguments(self._next_batch(data, "eval_batch"))
         return self._module.evaluate(*args, **kwargs)
 
-    def _next_batch(self, data: Iterator[Any]) -> Any:
+    def _next_batch(self, data: Iterator[Any], call: str) -> Any:
         """Return the micro-batches of a step as one batch."""
         count = self._state.resolved.batch.micro_batches
-        return _joined([next_of_step(data, number, count) for number in range(count)])
+        return _joined([next_of_step(data, number, count, call=call) for number in range(count)])
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to 0."""
