@@ -646,13 +646,23 @@ BLOCKS = (
     ),
     Mutant(
         *("leaked-block-copy-is-released", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan.run_graph", "for block in blocks:\n            block.keep_for_readers(outputs)", ""),
+        *("BlockPlan.run_graph", "[entry for block in blocks for entry in block.keep_for_readers(outputs)]", "[]"),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
     Mutant(
         *("block-copy-saved-by-hooks-is-released", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
         *("BlockCopies.keep_for_readers", "is_saved or ", ""),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("block-copy-outlives-its-hooks", "dsgraph/partitioning/blocks/block_plan.py", "leak"),
+        *("BlockPlan.run_graph", " if entry not in kept", ""),
+        killers=("tests/partitioning/blocks/test_block_copies.py",),
+    ),
+    Mutant(
+        *("chosen-codegen-ignored", "dsgraph/compiler/around_blocks.py", "missing check"),
+        *("options_of_graph", '"codegen" in options.model_fields_set or ', ""),
+        killers=("tests/compiler/test_around_blocks.py",),
     ),
     Mutant(
         *("light-blocks-run-as-they-are", "dsgraph/compiler/frames.py", "missing check"),
@@ -1385,6 +1395,21 @@ PARALLEL = (
         *("stages-add-up-in-16-bits", "dsgraph/parallel/pipeline/sharded_stages.py", "missing cast"),
         *("ShardedStages.add_gradient", "full.grad.to(entry.param.dtype)", "full.grad"),
         killers=("tests/distributed/test_pipeline_precision.py",),
+    ),
+    Mutant(
+        *("mixed-dtypes-of-norms-unseen", "dsgraph/parallel/pipeline/mixed_dtypes.py", "missing check"),
+        *("refuse_mixed_dtypes", "if _name(node) in _NORMS:", "if False:"),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
+    ),
+    Mutant(
+        *("failed-step-leaves-gradients", "dsgraph/parallel/pipeline/tied_gradients.py", "missing step"),
+        *("StepGradients.abandon", "self.sharded.take_gradients()", ""),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
+    ),
+    Mutant(
+        *("failed-step-leaves-losses", "dsgraph/parallel/pipeline/stage_runs.py", "missing step"),
+        *("StageRuns.drop", "self._known = {}", ""),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
     ),
     Mutant(
         *("scaled-loss-returned", "dsgraph/parallel/pipeline/pipelined.py", "missing term"),

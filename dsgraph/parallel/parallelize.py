@@ -90,7 +90,7 @@ def parallelize(
         materialize=materialize,
         data_parallel=mesh["dp"] if dp > 1 or param_dtype or reduce_dtype else None,
         zero_stage=zero_stage if dp > 1 else 0,
-        keep_whole_below=keep_whole_below,
+        keep_whole_below=keep_whole_below if dp > 1 else None,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         options=options,

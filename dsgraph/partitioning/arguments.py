@@ -1,4 +1,4 @@
-"""The arguments of `partition`, as a partitioned model keeps them."""
+"""The arguments of `partition`: their checks, and how a partitioned model keeps them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from dsgraph.utils.errors import PartitionError
+
+from .refusals import SENT_DTYPES
+from .stages import STAGES
 
 KEEP_WHOLE_BELOW = 2**14
 """Parameters with fewer elements stay replicated by default."""
@@ -41,3 +46,39 @@ class PartitionArguments:
     blocks: Literal["auto", "none"] | tuple[str, ...] = "none"
     offload: OffloadArguments = OffloadArguments()
     cast_forward_inputs: bool = True
+
+
+def check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
+    """Check values of these arguments of `partition`; None is the default of each.
+
+    Raises:
+        PartitionError: Names the argument.
+    """
+    if stage is not None and (not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES):
+        raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
+    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in SENT_DTYPES
+        ):
+            raise PartitionError(
+                f"{name} is {dtype!r}; it takes a floating-point dtype of 16 bits or more, such as torch.bfloat16, "
+                "or None"
+            )
+    if keep_whole_below is None:
+        return
+    if not isinstance(keep_whole_below, int) or isinstance(keep_whole_below, bool) or keep_whole_below < 0:
+        raise PartitionError(f"keep_whole_below is {keep_whole_below!r}; it takes a number of elements, 0 or more")
+
+
+def check_cast(cast_forward_inputs: object, param_dtype: object) -> None:
+    """Check the argument `cast_forward_inputs` of `partition`.
+
+    Raises:
+        PartitionError: It is wrong, or has no effect.
+    """
+    if cast_forward_inputs is None:
+        return
+    if not isinstance(cast_forward_inputs, bool):
+        raise PartitionError(f"cast_forward_inputs is {cast_forward_inputs!r}; it takes True, False or None")
+    if param_dtype is None:
+        raise PartitionError("cast_forward_inputs has no effect without param_dtype: remove it, or set both")

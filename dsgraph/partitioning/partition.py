@@ -15,10 +15,9 @@ from dsgraph.passes import AxisRole, ParameterSpec
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.eager_agreement import VARIABLE, patience_of
 from dsgraph.ranks.mesh import mesh_axes, resolve_mesh
-from dsgraph.utils.errors import PartitionError
 
 from .additions import Additions, find_additions, part_to_extend
-from .arguments import KEEP_WHOLE_BELOW, PartitionArguments
+from .arguments import KEEP_WHOLE_BELOW, PartitionArguments, check_arguments, check_cast
 from .blocks.block_frames import block_methods, define_blocks
 from .blocks.repeated_blocks import find_blocks, read_blocks
 from .classes import plain_class, swap_classes
@@ -27,7 +26,7 @@ from .forward_inputs import cast_inputs_of
 from .guards import guard
 from .initialization.buffers import describe_buffer, equalise_buffers, new_buffers
 from .parameter import ParameterState
-from .refusals import SENT_DTYPES, refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
+from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .restore import restored_on_error
 from .rows import broadcast_from_first, local_rows, own_row_count, placements_for
 from .stages import STAGES
@@ -96,8 +95,8 @@ def partition(
         RanksDisagreeError: Ranks hold different models; nothing was changed.
     """
     refuse_model(model)
-    _check_arguments(stage, param_dtype, reduce_dtype, keep_whole_below)
-    _check_cast(cast_forward_inputs, param_dtype)
+    check_arguments(stage, param_dtype, reduce_dtype, keep_whole_below)
+    check_cast(cast_forward_inputs, param_dtype)
     arguments = {
         "stage": stage,
         "param_dtype": param_dtype,
@@ -200,32 +199,6 @@ def _add(entries: Iterable[ParameterState], part: PartitionState) -> None:
 def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
     """Return the overrides of a partitioned module."""
     return {**methods_for(plain_class(module), take_in=_take_in), **block_methods(module, blocks)}
-
-
-def _check_arguments(stage: object, param_dtype: object, reduce_dtype: object, keep_whole_below: object) -> None:
-    if stage is not None and (not isinstance(stage, int) or isinstance(stage, bool) or stage not in STAGES):
-        raise PartitionError(f"stage is {stage!r}; ZeRO stages are 0, 1, 2 and 3")
-    for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in SENT_DTYPES
-        ):
-            raise PartitionError(
-                f"{name} is {dtype!r}; it takes a floating-point dtype of 16 bits or more, such as torch.bfloat16, "
-                "or None"
-            )
-    if keep_whole_below is None:
-        return
-    if not isinstance(keep_whole_below, int) or isinstance(keep_whole_below, bool) or keep_whole_below < 0:
-        raise PartitionError(f"keep_whole_below is {keep_whole_below!r}; it takes a number of elements, 0 or more")
-
-
-def _check_cast(cast_forward_inputs: object, param_dtype: object) -> None:
-    if cast_forward_inputs is None:
-        return
-    if not isinstance(cast_forward_inputs, bool):
-        raise PartitionError(f"cast_forward_inputs is {cast_forward_inputs!r}; it takes True, False or None")
-    if param_dtype is None:
-        raise PartitionError("cast_forward_inputs has no effect without param_dtype: remove it, or set both")
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -80,13 +80,13 @@ def random_state(device: torch.device) -> Tensor:
 def _described(values: Mapping[str, Any]) -> list[str]:
     """Return a line for each tensor with its name, dtype, shape and checksum."""
     return [
-        f"{_argument(name)}: {value.dtype} {list(value.shape)} with checksum {_digest(value)}"
+        f"{argument_name(name)}: {value.dtype} {list(value.shape)} with checksum {_digest(value)}"
         for name, value in values.items()
         if isinstance(value, Tensor) and not value.is_meta
     ]
 
 
-def _argument(name: str) -> str:
+def argument_name(name: str) -> str:
     """Return the user's name for a name of Dynamo such as `l_input_ids_`."""
     return re.sub(r"^[lL]_((kw)?args_)?|_$", "", name)
 

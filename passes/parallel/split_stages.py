@@ -92,8 +92,8 @@ class SplitStages:
             wider = self._choose(sorted({*blocks, *_thinned(legal, before)}), before, crossing)
             if wider is None:
                 raise PassError(
-                    f"SplitStages: the graph has {len(legal)} legal cuts, {self.stages} stages need {self.stages - 1}: "
-                    "ask for fewer stages"
+                    f"SplitStages: the graph can be cut at {len(legal)} places, and {self.stages} stages need "
+                    f"{self.stages - 1}: use fewer stages"
                 )
             if (
                 chosen is None
@@ -120,16 +120,19 @@ class SplitStages:
     def _named(self, order: Sequence[Node], legal: Sequence[int]) -> list[int]:
         if len(self.split) != self.stages - 1:
             raise PassError(
-                f"SplitStages: split names {len(self.split)} modules, {self.stages} stages begin at {self.stages - 1}"
+                f"SplitStages: split has {len(self.split)} names, and {self.stages} stages need {self.stages - 1}, the "
+                "first module of each stage but the first: change split or the number of stages"
             )
         starts: list[int] = []
         for name in self.split:
             inside = (at for at, node in enumerate(order) if f"{module_of(node)}.".startswith(f"{name}."))
             start = next(inside, None)
             if start is None:
-                raise PassError(f"SplitStages: no node of the graph is of a module {name!r}: name one that is called")
+                raise PassError(f"SplitStages: the forward calls no module {name!r}: name one that it calls")
             if start not in legal or (starts and start <= starts[-1]):
-                raise PassError(f"SplitStages: the graph cannot be cut before {name!r}: name another module, in order")
+                raise PassError(
+                    f"SplitStages: no stage can begin with {name!r}: name another module, in the order of calls"
+                )
             starts.append(start)
         return starts
 
@@ -147,7 +150,12 @@ class SplitStages:
 
 
 def stages_by_parameters(
-    graph: Graph, readers: Mapping[str, Collection[int]], *, count: int, repeated: Collection[Node] = ()
+    graph: Graph,
+    names: Mapping[str, str],
+    *,
+    stages: Mapping[str, Collection[int]],
+    count: int,
+    repeated: Collection[Node] = (),
 ) -> StagePlan:
     """Return the stages of another forward of a model, whose parameters are on stages already.
 
@@ -155,7 +163,8 @@ def stages_by_parameters(
 
     Args:
         graph: A captured forward; each node's `meta["val"]` holds its fake value.
-        readers: Placeholder of a parameter or buffer -> the stages that hold it.
+        names: Placeholder of a parameter or buffer -> its name.
+        stages: The stages that each parameter and buffer is on, by name.
         count: Number of stages.
         repeated: Nodes that each stage that reads them computes locally: they cross no boundary.
 
@@ -167,22 +176,27 @@ def stages_by_parameters(
     reads: list[tuple[int, int]] = []  # place, stage
     for place, node in enumerate(order):
         for read in node.all_input_nodes if node not in repeated else ():
-            if read.name not in readers:
+            if read.name not in names:
                 continue
-            stages = [stage for stage in readers[read.name] if not reads or stage >= reads[-1][1]]
-            if not stages:
+            name = names[read.name]
+            later = [stage for stage in stages[name] if not reads or stage >= reads[-1][1]]
+            if not later:
                 raise PassError(
-                    f"stages: {node.name} reads {read.name}, which is on stage {max(readers[read.name])}, after "
-                    f"parameters of stage {reads[-1][1]}: the order differs from that of the forward that was split"
+                    f"stages: the forward reads {name!r} of stage {max(stages[name])} after parameters of stage "
+                    f"{reads[-1][1]}, and the forward that was split did not. Read parameters in the same order, or "
+                    "split the model so that one stage has both"
                 )
-            reads.append((place, min(stages)))
+            reads.append((place, min(later)))
     cuts: list[int] = []
     for stage in range(1, count):
         first = max([place + 1 for place, at in reads if at < stage] + cuts[-1:], default=0)
         last = min([place for place, at in reads if at >= stage], default=len(order))
         legal = [place for place in range(first, last + 1) if math.isfinite(crossing[place])]
         if not legal:
-            raise PassError(f"stages: the graph cannot be cut between the parameters of stage {stage - 1} and {stage}")
+            raise PassError(
+                f"stages: the forward cannot be cut between the parameters of stages {stage - 1} and {stage}, where "
+                "it writes in place or passes on a value that is not a tensor. Change it, or split the model elsewhere"
+            )
         cuts.append(min(legal, key=lambda place: crossing[place]))
     return _planned(order, cuts, [0.0] * (len(order) + 1), crossing)
 

@@ -1,4 +1,4 @@
-"""Evaluation of a pipelined model: the forward that it has in `eval()`, on the stages that hold its parameters."""
+"""Evaluation of a pipelined model: its forward in `eval()`, on the ranks that have its parameters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .stage_values import fetch_missing
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters and buffers of a pipelined model, as this rank sees them.
+    """The parameters and buffers of this rank, and the stages of all ranks that read each.
 
     Attributes:
-        tensors: Parameters and buffers that its stages compute with, by name.
-        stages: The stages that read each parameter and buffer, of all ranks, by name.
+        tensors: Parameters and buffers of this rank's stages, by name.
+        stages: For each parameter and buffer of the model, by name, the stages that read it.
         rank_of: The rank of each stage.
         group: The ranks of the pipeline.
         device: Their device.
@@ -49,10 +49,10 @@ class Held:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> Held:
-        """Return what this rank holds.
+        """Return the parameters and buffers of this rank.
 
         Args:
-            graphs: The stages of training; on this rank with its parameters.
+            graphs: The stages of training; those of this rank have values.
             held: The stages of each rank.
             group: The ranks of the pipeline.
             device: Their device.
@@ -72,8 +72,8 @@ class Held:
 class Evaluation:
     """The stages of a model's forward in `eval()`. They are captured when they first run.
 
-    The forward may differ from that of training: dropout is gone, and BatchNorm reads its statistics. It is cut so that
-    each parameter is read on the rank that holds it.
+    The forward may differ from that of training: it has no dropout, and BatchNorm uses running statistics. It is cut so
+    that each parameter is read on the rank that has it.
     """
 
     def __init__(
@@ -179,7 +179,8 @@ class Evaluation:
         state = {key: (name, held.tensors.get(name, tensor)) for key, (name, tensor) in captured.state.items()}
         plan = stages_by_parameters(
             captured.graph_module.graph,
-            {key: held.stages[name] for key, (name, _) in captured.state.items()},
+            {key: name for key, (name, _) in captured.state.items()},
+            stages=held.stages,
             count=len(held.rank_of),
             repeated=captured.repeated,
         )

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
-from torch.fx import Node
 
 from dsgraph.checkpoint.weight_files import describe
 from dsgraph.compat.process_groups import group_timeout
@@ -28,12 +27,13 @@ from dsgraph.utils.errors import OptionError, PartitionError
 
 from .captured_model import CapturedModel, capture_model
 from .evaluation import Evaluation, Held
+from .mixed_dtypes import refuse_mixed_dtypes
 from .model_copy import with_values, without_values
 from .pipeline_report import PipelineReport
 from .pipelined import PipelinedModel
 from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_microbatches, check_order, stages_of_ranks
-from .sharded_stages import Copies
-from .stage_modules import LossOf, StageModule
+from .sharded_stages import copies_of
+from .stage_modules import LossOf, StageModule, result_of
 from .stage_runs import StageRuns
 from .stage_values import Materialize, own_values, share_first_values
 from .step_arguments import StepArguments
@@ -83,7 +83,7 @@ def pipeline(
             gradients reduced once a step.
         keep_whole_below: As for `partition`.
         param_dtype: Dtype in which stages compute, and to which floating-point inputs are cast. Parameters keep theirs,
-            and gradients are added up in it. Needs `data_parallel`, of one rank where there are no others.
+            and gradients are accumulated in that dtype. Needs `data_parallel`, for which a mesh of one rank is enough.
         reduce_dtype: As for `partition`. Needs `data_parallel`.
         options: Options of the backend, which then compiles each stage; {} uses their defaults. None: stages run
             eagerly.
@@ -93,14 +93,11 @@ def pipeline(
 
     Raises:
         OptionError: The schedule, stages and micro-batches do not fit each other, or an option is wrong.
-        PartitionError: The model cannot be captured, or writes to a buffer.
+        PartitionError: The model cannot be captured or writes to a buffer, or an argument for `partition` is wrong.
         PassError: The graph cannot be cut there.
         RanksDisagreeError: The ranks would run different pipelines.
     """
-    needs = {"zero_stage": zero_stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    given = [f"{name} is {value}" for name, value in needs.items() if value]
-    if data_parallel is None and given:
-        raise OptionError(f"pipeline: {given[0]}, and there are no ranks to shard over: give data_parallel")
+    copies = copies_of(data_parallel, zero_stage, keep_whole_below, param_dtype, reduce_dtype)
     count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
     held = _checked_stages(mesh, schedule, stages=count, microbatches=microbatches, options=options)
     device = _device(mesh)
@@ -108,9 +105,9 @@ def pipeline(
     costs = _costs(agreement, mesh)
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
     twin = _twin(model, device, param_dtype)
-    captured = _captured(model, example, twin=twin, is_cast=bool(param_dtype), device=device, costs=costs)
+    captured = _captured(model, example, twin=twin, dtype=param_dtype, device=device, costs=costs)
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
-    return_only(captured.graph_module, result := _result(captured, is_loss=loss_fn is None))
+    return_only(captured.graph_module, result := result_of(captured, is_loss=loss_fn is None))
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
     plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
     graphs = stage_graphs(
@@ -137,9 +134,6 @@ def pipeline(
         tied=tied,
         actions=actions,
     )
-    copies = None
-    if data_parallel is not None:
-        copies = Copies(data_parallel, zero_stage, keep_whole_below, param_dtype, reduce_dtype)
     return PipelinedModel(
         runs=runs,
         stages=mine,
@@ -148,7 +142,7 @@ def pipeline(
             Evaluation,
             twin,
             example,
-            result=partial(_result, is_loss=loss_fn is None, evaluates=True),
+            result=partial(result_of, is_loss=loss_fn is None, evaluates=True),
             held=Held.of(graphs, held, group=group, device=device),
             loss=LossOf(loss_fn, microbatches),
             agreement=agreement,
@@ -157,7 +151,13 @@ def pipeline(
         loss=loss,
         report=report,
         inputs=captured.inputs,
-        arguments=StepArguments(example, microbatches=microbatches, loss_inside=loss_fn is None, dtype=param_dtype),
+        arguments=StepArguments(
+            example,
+            inputs=captured.inputs,
+            microbatches=microbatches,
+            loss_inside=loss_fn is None,
+            dtype=param_dtype,
+        ),
         device=device,
         equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
         draws=captured.draws,
@@ -179,7 +179,7 @@ def _checked_stages(
 
 
 def _twin(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module | PartitionError:
-    """Return a copy of the model without values, or why there is none: only those who need it raise the error."""
+    """Return a copy of the model without values, or the error, which is raised where the copy is needed."""
     try:
         return without_values(model, device, dtype=dtype)
     except PartitionError as error:
@@ -191,17 +191,20 @@ def _captured(
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
     *,
     twin: nn.Module | PartitionError,
-    is_cast: bool,
+    dtype: torch.dtype | None,
     device: torch.device,
     costs: CostModel,
 ) -> CapturedModel:
     """Capture a model, or its twin without values if its parameters have another dtype or device."""
     args, kwargs = example
-    if not is_cast and all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+    if dtype is None and all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
     if isinstance(twin, PartitionError):
         raise twin
-    return with_values(capture_model(twin, args, kwargs=kwargs, device=device, costs=costs), model)
+    captured = capture_model(twin, args, kwargs=kwargs, device=device, costs=costs)
+    if dtype is not None:
+        refuse_mixed_dtypes(captured, dtype)
+    return with_values(captured, model)
 
 
 def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, Any]:
@@ -257,26 +260,6 @@ def _seconds_per_byte(costs: CostModel) -> float:
     """
     (link,) = costs.links.values()
     return 1 / link.of("all_gather").bytes_per_s
-
-
-def _is_real(node: Node) -> bool:
-    return bool(node.meta["val"].is_floating_point())
-
-
-def _result(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False) -> Node:
-    """Return the result of the last stage: the loss, or the input of `loss_fn`."""
-    results = [node for node in captured.results if isinstance(node, Node)]
-    if not is_loss:
-        if len(results) != 1:
-            raise OptionError(f"pipeline: loss_fn takes one tensor, the model returns {len(results)}")
-        return results[0]
-    scalars = [node for node in results if node.meta["val"].ndim == 0]
-    losses = [node for node in scalars if node.meta["val"].requires_grad or (evaluates and _is_real(node))]
-    if not losses:
-        raise OptionError(
-            "pipeline: the model returns no scalar with a gradient: give loss_fn=, or have it return its loss"
-        )
-    return losses[0]
 
 
 def _own_stages(graphs: Sequence[StageGraph], held: Sequence[int], *, defers: bool) -> dict[int, StageModule]:

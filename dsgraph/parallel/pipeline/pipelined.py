@@ -94,18 +94,23 @@ class PipelinedModel:
         for stage in self._timed:
             stage.busy = 0.0
         started = time.perf_counter()
-        run.schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        try:
+            run.schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+        except BaseException:
+            self._runs.drop()
+            self._gradients.abandon()
+            raise
         self._seconds = time.perf_counter() - started
         return self._gradients.finish(
             sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device)) / self._loss.scale
         )
 
     def scale_loss(self, scale: float) -> None:
-        """Multiply the loss, and with it gradients, by a number from the next step on. `step` returns it as it is."""
+        """Multiply the loss and the gradients of later steps by a number. `step` returns the loss without it."""
         self._loss.scale = scale
 
     def evaluate(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Run the forward of all micro-batches as the model does it in `eval()`. Gradients stay as they are.
+        """Return the mean loss of the model's forward in `eval()`. `.grad` of parameters does not change.
 
         The first call captures that forward. Ranks call it as they call `step`.
 
@@ -125,7 +130,7 @@ class PipelinedModel:
         leaves = self._arguments.leaves("evaluate", args, kwargs, target)
         self._compare(
             f"evaluation, {self._runs.autocast()}",
-            {**{str(number): leaf for number, leaf in enumerate(leaves)}, "target": target},
+            {**self._arguments.by_name(leaves), "target": target},
         )
         if self._evaluation is None:
             self._evaluation = self._make_evaluation()

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
+from dsgraph.partitioning.arguments import check_arguments
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.parallel.stage_graphs import put
+from dsgraph.utils.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,41 @@ class Copies:
     reduce_dtype: torch.dtype | None
 
 
+def copies_of(
+    mesh: DeviceMesh | None,
+    zero_stage: int,
+    keep_whole_below: int | None,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+) -> Copies | None:
+    """Return the data-parallel ranks of `pipeline`, from its arguments; None without any.
+
+    Raises:
+        OptionError: An argument needs data-parallel ranks.
+        PartitionError: An argument is wrong.
+    """
+    check_arguments(zero_stage, param_dtype, reduce_dtype, keep_whole_below)
+    if mesh is not None:
+        return Copies(mesh, zero_stage, keep_whole_below, param_dtype, reduce_dtype)
+    given = {"keep_whole_below": keep_whole_below, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    for name, value in {"zero_stage": zero_stage or None, **given}.items():
+        if value is not None:
+            raise OptionError(
+                f"pipeline: {name} is {value}, and needs data_parallel=, the mesh of the ranks that hold the same "
+                'stages. A mesh of one rank is enough: init_device_mesh("cpu", (ranks, 1), '
+                'mesh_dim_names=("pp", "dp"))["dp"]'
+            )
+    return None
+
+
 class ShardedStages:
     """This rank's parameters: shards over its data-parallel ranks, and the full ones that its stages use.
 
     A step gathers each parameter once and reduces each gradient once, whatever the number of micro-batches. Stages 1
     and 2 keep the full parameters between steps, stage 3 releases them.
 
-    With a `param_dtype` the full parameters have that dtype, and their gradients are added up in the dtype of the
-    shards: there are many small summands.
+    With a `param_dtype` the full parameters have that dtype. Gradients are accumulated in the dtype of the shards,
+    because the sum of many micro-batches would lose digits in 16 bits.
 
     Attributes:
         shards: A module with the parameters under their names in the model, partitioned.
@@ -84,7 +113,7 @@ class ShardedStages:
             full.data = (entry.rows if entry.gathered_copy is None else entry.gathered_copy).detach().to(full.dtype)
 
     def add_gradient(self, full: Tensor) -> None:
-        """Add the gradient of a full parameter to its sum, if it has one, and forget it."""
+        """Move the gradient of a full parameter, if any, to its accumulated gradient."""
         if self._sums is None or full.grad is None:
             return
         entry = self._entries[id(full)]
@@ -92,12 +121,10 @@ class ShardedStages:
         self._sums[entry.name] = self._sums[entry.name].add_(grad) if entry.name in self._sums else grad
 
     def take_gradients(self) -> dict[str, Tensor | None]:
-        """Return the gradients of the full parameters by name, and forget them."""
-        if self._sums is not None:
-            found: dict[str, Tensor | None] = {entry.name: self._sums.pop(entry.name, None) for entry in self._full}
-            return found
-        found = {entry.name: full.grad for entry, full in self._full.items()}
-        for full in self._full.values():
+        """Return the gradients of the full parameters by name, and remove them here."""
+        found: dict[str, Tensor | None] = {}
+        for entry, full in self._full.items():
+            found[entry.name] = full.grad if self._sums is None else self._sums.pop(entry.name, None)
             full.grad = None
         return found
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dsgraph.compat.pipelining import StageOfOtherRanks
+from dsgraph.utils.errors import OptionError
 
+from .captured_model import CapturedModel
 from .deferred_weights import WeightQueue, defer_weights
 
 
@@ -37,6 +39,37 @@ class LossOf:
         loss: Tensor = output if self._loss_fn is None else self._loss_fn(output, target)
         share = loss / self.microbatches
         return share if self.scale == 1 else share.float() * self.scale
+
+
+def result_of(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False) -> Node:
+    """Return the result of the last stage: the loss, or the input of `loss_fn`.
+
+    Args:
+        captured: The captured model.
+        is_loss: True if the model returns its loss.
+        evaluates: True for the forward in `eval()`, whose loss may have no gradient.
+
+    Raises:
+        OptionError: There is none, or several for `loss_fn`.
+    """
+    results = [node for node in captured.results if isinstance(node, Node)]
+    model = "the model in eval()" if evaluates else "the model"
+    if not is_loss:
+        if len(results) != 1:
+            raise OptionError(f"pipeline: loss_fn takes one tensor, and {model} returns {len(results)}: return one")
+        return results[0]
+    scalars = [node for node in results if node.meta["val"].ndim == 0]
+    losses = [
+        node
+        for node in scalars
+        if node.meta["val"].requires_grad or (evaluates and node.meta["val"].is_floating_point())
+    ]
+    if not losses:
+        raise OptionError(
+            f"pipeline: {model} returns no {'floating-point scalar' if evaluates else 'scalar with a gradient'}: give "
+            "loss_fn=, or have it return its loss"
+        )
+    return losses[0]
 
 
 class StageModule(nn.Module):

@@ -68,6 +68,10 @@ class StageRuns:
             self._known[key] = self._made(fake_values(self._graph, self._device))
         return self._known[key]
 
+    def drop(self) -> None:
+        """Drop stages and schedules after a step that failed: torch's keep its losses and deferred gradients."""
+        self._known = {}
+
     def _made(self, values: Mapping[Node, Any]) -> StageRun:
         def buffers(nodes: Sequence[Node]) -> tuple[Tensor, ...]:
             return stage_buffers([values[node] for node in nodes], self._device)

@@ -55,6 +55,14 @@ class StepGradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def abandon(self) -> None:
+        """End a step that failed: gradients are those before it, and full parameters are released."""
+        if self.sharded is not None:
+            self.sharded.take_gradients()
+            self.sharded.let_go()
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._before.pop(name)
+
     def finish(self, loss: Tensor) -> Tensor:
         """Sum tied gradients over their holders, average over data-parallel ranks, and add what was set aside.
 
@@ -85,7 +93,7 @@ class StepGradients:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Hold sharded parameters as full ones inside the block; gradients stay as they are."""
+        """Gather sharded parameters for the block, and leave gradients unchanged."""
         if self.sharded is not None:
             self.sharded.begin()
         try:

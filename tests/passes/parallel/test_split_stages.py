@@ -83,7 +83,7 @@ def test_illegal_places_are_not_cut():
         found.add(SplitStages(2).plan(graph, costs).stages[1][0].target)
     assert "cos" not in found and "add_" not in found
     assert "sin" in found
-    with pytest.raises(PassError, match="legal cuts"):
+    with pytest.raises(PassError, match=r"can be cut at \d places"):
         SplitStages(9).plan(graph, dict.fromkeys(graph.nodes, 1.0))
 
 
@@ -92,11 +92,11 @@ def test_named_split_points():
     graph = captured.graph_module.graph
     plan = SplitStages(3, ["1", "5"]).plan(graph, captured.costs)
     assert [len(stage) for stage in plan.stages] == [1, 4, 1]
-    with pytest.raises(PassError, match="no node of the graph is of a module 'x'"):
+    with pytest.raises(PassError, match="the forward calls no module 'x'"):
         SplitStages(2, ["x"]).plan(graph, captured.costs)
-    with pytest.raises(PassError, match="cannot be cut before '1'"):
+    with pytest.raises(PassError, match="no stage can begin with '1'"):
         SplitStages(3, ["5", "1"]).plan(graph, captured.costs)
-    with pytest.raises(PassError, match="names 1 modules, 3 stages begin at 2"):
+    with pytest.raises(PassError, match="split has 1 names, and 3 stages need 2"):
         SplitStages(3, ["5"]).plan(graph, captured.costs)
 
 
