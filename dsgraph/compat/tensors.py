@@ -52,7 +52,6 @@ def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs:
 
 
 NO_OVERRIDES = torch._C._disabled_torch_function_impl
-
 """`__torch_function__` of a subclass of tensors that computes as a plain tensor, as `nn.Parameter` does."""
 
 

@@ -57,7 +57,8 @@ def sliced_cross_entropy(
     """
     wide = torch.promote_types(own.dtype, torch.float32)
     kind = own.device.type
-    dtype = wide if kind != "meta" and torch.is_autocast_enabled(kind) else own.dtype  # which meta does not have
+    # torch.is_autocast_enabled("meta") raises an error: the device meta has no autocast.
+    dtype = wide if kind != "meta" and torch.is_autocast_enabled(kind) else own.dtype
     own = own.to(wide)
     largest = c10d_functional.all_reduce(own.detach().amax(-1), "max", group)
     shifted = own - c10d_functional.wait_tensor(largest).unsqueeze(-1)
