@@ -80,6 +80,8 @@ def train(s: argparse.Namespace) -> None:
         expected = alone.step(*both, parts=layout["dp"] * count) if alone is not None else float("nan")
         if (step + 1) % s.log_every == 0:
             place.say(f"{step + 1:4}  {loss:7.4f}  {expected:7.4f}")
+    for stage in engine.module.report.memory:  # of the first rank, with a memory_limit
+        place.say(f"stage {stage.stage}: a step takes {stage.peak:,} bytes of {stage.limit:,}")
     losses = [engine.eval_batch(micro_batches(*held_out(step))) for step in range(EVAL_STEPS)]
     place.say(f"held-out loss {float(sum(losses)) / EVAL_STEPS:.3f}")
     if s.save is not None:

@@ -1217,6 +1217,21 @@ MEMORY = (
         killers=("tests/passes/memory/test_policies.py",),
     ),
     Mutant(
+        *("one-micro-batch-is-planned", "passes/memory/assignment.py", "missing term"),
+        *("_rows", "in_flight > 1", "False"),
+        killers=("tests/passes/memory/test_policies.py",),
+    ),
+    Mutant(
+        *("one-micro-batch-is-simulated", "passes/runner/partitioner.py", "off by one"),
+        *("_held", "facts.stage.in_flight - 1", "0"),
+        killers=("tests/distributed/test_pipeline_memory.py",),
+    ),
+    Mutant(
+        *("messages-need-no-memory", "dsgraph/parallel/pipeline/stage_limits.py", "missing term"),
+        *("StageLimits._step", "self._buffers(number, run)", "0"),
+        killers=("tests/distributed/test_pipeline_memory.py",),
+    ),
+    Mutant(
         *("repeated-without-its-sources", "passes/memory/policies.py", "missing check"),
         *("_Programme.__init__", ", -1", ", 0"),
         killers=("tests/passes/memory/test_policies.py",),

@@ -41,6 +41,7 @@ from .memory_limit.limit_scope import (
     limit_gap,
     over_limit,
     refuse_memory_budget,
+    with_stage,
     with_unread,
 )
 from .memory_limit.spare_memory import spare_bytes
@@ -189,7 +190,9 @@ class Backend:
             request = replace(request, communication=talk)
         if facts.params:
             return self._agreed(request, gm, choice)
-        _refuse_limit_without_parts(request)
+        facts = with_stage(facts, options, module)
+        if facts.stage is None:
+            _refuse_limit_without_parts(request)
         gap = limit_gap(capture, facts, module) if request.trains and options.memory_limit is not None else ""
         facts = choice.facts(facts, options)
         return replace(request, facts=facts, pipeline=build_pipeline(options, facts, bound=passes), limit_gap=gap)

@@ -35,6 +35,8 @@ class Usual:
             # Bound to nothing that holds the graph's inputs: what is compiled outlives them.
             lines = "\n".join(["plan", f"within {facts.memory_limit}", *request.lines])
             agree = partial(_agree, request.agreement, lines)
+        if facts.stage is not None and facts.stage.group:
+            agree = partial(_exchange, Agreement.of(facts.stage.group, facts.device_type))
         made = Compilation(
             request.options, request.facts, request.pipeline, mode=request.mode, watch=watch, agree=agree
         )
@@ -43,12 +45,13 @@ class Usual:
 
 def _agree(agreement: Agreement, lines: str, propose: Callable[[], Proposal]) -> Proposal:
     """Return one plan for all ranks. It is found when these lines are first compiled; later a rank compiles alone."""
+    return agreement.remember(lines, lambda: _exchange(agreement, propose))
 
-    def ask() -> Proposal:
-        said = agreement.exchange("how they keep the memory limit", to_json_text(propose()))
-        return decide({rank: from_json_text(Proposal, text) for rank, text in said.items()})
 
-    return agreement.remember(lines, ask)
+def _exchange(agreement: Agreement, propose: Callable[[], Proposal]) -> Proposal:
+    """Return one plan for all ranks, which compile the graph at the same point."""
+    said = agreement.exchange("how they keep the memory limit", to_json_text(propose()))
+    return decide({rank: from_json_text(Proposal, text) for rank, text in said.items()})
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dsgraph.compat.process_groups import group_timeout
-from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
 from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.eager.full_tensor import FullTensor
@@ -21,6 +18,7 @@ from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
 
 from .capture import partitioned_mesh
+from .memory_limit.compile_ahead import stop_if_only_compiled
 from .memory_limit.limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 from .runs import compare_runs
@@ -117,9 +115,7 @@ def compare_batches(compiled: Compiled, request: CompileRequest, _: GraphCompile
     if group is None or any(axis.backend == "fake" for axis in request.facts.axes):
         return compiled
     device = torch.device(request.facts.device_type)
-    own = resolve_group(group)
-    ranks = Agreement(tuple(dist.get_process_group_ranks(own)), group_timeout(own, device.type))
-    equal, numbers = EqualBatches(None, ranks), _batch_inputs(request)
+    equal, numbers = EqualBatches(None, Agreement.of(group, device.type)), _batch_inputs(request)
 
     def run(*args: Any) -> Any:
         if not equal.is_due(request.number):
@@ -158,6 +154,7 @@ WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], .
     refuse_replaced,
     compare_batches,
     watch_limit,
+    stop_if_only_compiled,
 )
 """Applied in this order: the last is outermost."""
 

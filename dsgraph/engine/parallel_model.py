@@ -51,6 +51,10 @@ def parallel_model(
         assert loader is not None and loader.collate_fn is not None
         example = loader.collate_fn([loader.dataset[at % len(loader.dataset)] for at in range(resolved.batch.micro)])  # type: ignore[arg-type]
     args, kwargs = as_arguments(example)
+    if config.dsgraph.memory_limit is not None and not config.dsgraph.compile:
+        raise ConfigError(
+            "dsgraph.memory_limit is kept by compiled stages, and dsgraph.compile is false: remove one of the two"
+        )
     return parallelize(
         model,
         args,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.compat.process_groups import group_timeout
-from dsgraph.inductor_ext import backend_name
+from dsgraph.inductor_ext import backend_name, resolve_group
 from dsgraph.utils.errors import RanksDisagreeError
 
 from .eager_agreement import EagerAgreement, eager_agreements
@@ -57,6 +57,12 @@ class Agreement:
         ranks = tuple(mesh_ranks(mesh))
         runs = eager_agreements.over(mesh, tuple(sorted(ranks)))
         return Agreement(ranks, group_timeout(group, mesh.device_type), runs=runs)
+
+    @staticmethod
+    def of(group: str, device_type: str) -> Agreement:
+        """Return an agreement of the ranks of a process group, given by its name."""
+        own = resolve_group(group)
+        return Agreement(tuple(dist.get_process_group_ranks(own)), group_timeout(own, device_type))
 
     def knows(self, lines: Sequence[str]) -> bool:
         """Return whether exactly these lines were agreed on before."""

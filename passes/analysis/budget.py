@@ -34,6 +34,21 @@ class MemoryPart(Enum):
     """Inputs and outputs of running collectives."""
 
 
+@dataclass(frozen=True)
+class StageNeeds:
+    """The memory of a training step besides the graph of a pipeline stage and one micro-batch.
+
+    Attributes:
+        held: Purpose -> bytes of tensors that the rank has in memory and the graph does not read.
+        in_flight: The most micro-batches whose forward has run and whose backward has not.
+        group: Process group of the ranks that run equal graphs, with collectives, and need the same plan; "" for none.
+    """
+
+    held: Mapping[str, int]
+    in_flight: int = 1
+    group: str = ""
+
+
 @dataclass
 class MemoryBudget:
     """The device memory that a step may use, by purpose. Bytes.

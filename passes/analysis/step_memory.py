@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -234,6 +235,7 @@ def simulate_step(
     optimizer_state: int = OPTIMIZER_STATES,
     keeps_outputs: bool = False,
     other_bytes: int = 0,
+    held: Mapping[str, int] = MappingProxyType({}),
 ) -> StepMemory:
     """Return the memory of a step that runs the given graphs, one after the other, and then the optimizer.
 
@@ -248,15 +250,16 @@ def simulate_step(
             during the backward, and during the next forward, because `out = model(batch)` frees the old outputs when it
             has new ones.
         other_bytes: Bytes of the program's other tensors.
+        held: Purpose -> further bytes that are in memory during the complete step.
     """
-    return _Step(pairs, optimizer_state, keeps_outputs, other_bytes).result()
+    return _Step(pairs, optimizer_state, keeps_outputs, {"other": other_bytes, **held}).result()
 
 
 class _Step:
     """The phases of a step, one after the other, with the values that are alive between them."""
 
     def __init__(
-        self, pairs: Sequence[PairMemory], optimizer_state: int, keeps_outputs: bool, other_bytes: int
+        self, pairs: Sequence[PairMemory], optimizer_state: int, keeps_outputs: bool, held: Mapping[str, int]
     ) -> None:
         self._pairs = pairs
         self._keeps_outputs = keeps_outputs
@@ -266,7 +269,7 @@ class _Step:
         self._parameters = sum(map(held_bytes, params.values())) + sum(copies.values()) + unread_copies
         self._state = sum(state_bytes(info, optimizer_state) for info in params.values())
         self._below = below_bytes(params.values(), optimizer_state)
-        self._inputs = other_bytes
+        self._held, self._inputs = held, 0
         self._saved = [pair.forward.bytes_of(pair.saved) for pair in pairs]
         self._outputs = [pair.forward.bytes_of(pair.outputs - pair.saved) for pair in pairs]
         self._kept = [0] * len(pairs)  # outputs of earlier graphs that a graph's backward reads
@@ -352,7 +355,8 @@ class _Step:
         other: int = 0,
     ) -> PhaseMemory:
         parts = (self._parameters, self._state, gradients, saved, communication, self._inputs + other)
-        return PhaseMemory(name, node, dict(zip(PARTS, parts, strict=True)))
+        found = dict(zip(PARTS, parts, strict=True))
+        return PhaseMemory(name, node, found | {part: size + found.get(part, 0) for part, size in self._held.items()})
 
 
 def _bytes(pieces: Iterable[Piece]) -> int:

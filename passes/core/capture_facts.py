@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch.fx import GraphModule
 
-from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, parameter_needs
+from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, StageNeeds, parameter_needs
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import captured_gradients, captured_input
 from dsgraph.passes.ir.graph import placeholders
@@ -41,6 +41,7 @@ class CaptureFacts:
         unread_copies: Bytes of their gathered copies.
         held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
         is_sliced: True if the graph communicates slices of tensors.
+        stage: What a step needs besides the graph of a pipeline stage that keeps a limit; None for other graphs.
     """
 
     axes: tuple[MeshAxis, ...] = ()
@@ -58,6 +59,7 @@ class CaptureFacts:
     unread_copies: int = 0
     held_gradients: int = 0
     is_sliced: bool = False
+    stage: StageNeeds | None = None
 
     @property
     def is_partitioned(self) -> bool:
@@ -67,7 +69,7 @@ class CaptureFacts:
     def budget(self) -> MemoryBudget:
         """Return the memory that a step needs for parameters, and the limit; nothing is reserved yet."""
         needs = parameter_needs([*self.params.values(), *self.unread])
-        needs[MemoryPart.PARAMETERS] += self.unread_copies
+        needs[MemoryPart.PARAMETERS] += self.unread_copies + sum(self.stage.held.values() if self.stage else ())
         needs[MemoryPart.GRADIENTS] += self.held_gradients
         return MemoryBudget(self.memory_limit, needs, to_keep=self.keep_bytes)
 

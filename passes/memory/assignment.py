@@ -32,15 +32,16 @@ class Option:
     backward: int
 
 
-def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] | None:
+def assign(choices: Sequence[Sequence[Option]], limit: int | None, *, in_flight: int = 1) -> list[int] | None:
     """Return the choice for each part.
 
     In the forward of a part, the saved values of earlier parts are in memory; in its backward also its own: later parts
-    are finished.
+    are finished. Those of all parts are in memory for each further micro-batch.
 
     Args:
         choices: The options of each part, in program order.
         limit: Bytes; None for the least memory that can be reached, in the least time.
+        in_flight: Number of micro-batches whose saved values are in memory at once.
 
     Returns:
         For each part the number of its choice; None if nothing fits.
@@ -61,7 +62,7 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] 
         integral=np.array([1] * width + [0]),
         low=low,
         high=high,
-        constraints=[Bounded(one, low=1, high=1), Bounded(_rows(choices, unit), high=0)],
+        constraints=[Bounded(one, low=1, high=1), Bounded(_rows(choices, unit, in_flight), high=0)],
         gap=_GAP,
         nodes=_NODES,
     )
@@ -70,20 +71,21 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None) -> list[int] 
     return [int(np.argmax(found[start:end])) for start, end in pairwise(ends.tolist())]
 
 
-def needs(options: Sequence[Option]) -> int:
-    """Return the bytes of a step with the given option for each part, in program order."""
-    saved, most = 0, 0
+def needs(options: Sequence[Option], *, in_flight: int = 1) -> int:
+    """Return the bytes of a step with the given option for each part, in program order; see `assign`."""
+    saved, most = (in_flight - 1) * sum(option.saved for option in options), 0
     for option in options:
         most = max(most, saved + option.forward, saved + option.saved + option.backward)
         saved += option.saved
     return most
 
 
-def _rows(choices: Sequence[Sequence[Option]], unit: float) -> Any:
+def _rows(choices: Sequence[Sequence[Option]], unit: float, in_flight: int) -> Any:
     """Return for each part one row for its forward and one for its backward; the last variable is the step's limit."""
     entries: list[tuple[int, int, float]] = []
     width = sum(map(len, choices))
-    before: list[tuple[int, float]] = []
+    others = [(in_flight - 1) / unit * item.saved for part in choices for item in part]
+    before = list(enumerate(others)) if in_flight > 1 else []  # entries of one place are added up
     column = 0
     for number, part in enumerate(choices):
         for place in (2 * number, 2 * number + 1):

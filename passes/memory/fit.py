@@ -37,8 +37,13 @@ Pair = tuple[GraphModule, GraphModule]
 class MemoryLimitError(PassError):
     """A memory limit under which no plan keeps a step.
 
+    Attributes:
+        least: Bytes of the smallest limit that a plan keeps.
+
     Fix: use at least the limit that the message names, a smaller micro-batch, a higher ZeRO stage, or more ranks.
     """
+
+    least = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ def fit(
     costs: CostModel,
     fuses: bool,
     transfers: TransferPolicy | None = None,
+    in_flight: int = 1,
     agree: Agree = alone,
     **how: Any,
 ) -> tuple[Pair, Proposal]:
@@ -122,6 +128,7 @@ def fit(
         costs: The cost model.
         fuses: See `PassContext`.
         transfers: How values may be offloaded; None if they may not.
+        in_flight: See `StageNeeds`; `measure` counts them as well.
         agree: Asks the other ranks.
         how: Arguments of `split`.
 
@@ -131,21 +138,16 @@ def fit(
     Raises:
         MemoryLimitError: No plan fits.
     """
+    options = {"costs": costs, "outputs": how["num_fwd_outputs"], "transfers": transfers, "in_flight": in_flight}
     search = _Search(
-        gm=gm,
-        inputs=inputs,
-        split=split,
-        limit=limit,
-        measure=measure,
-        costs=costs,
-        fuses=fuses,
-        transfers=transfers,
-        how=how,
+        gm=gm, inputs=inputs, split=split, limit=limit, measure=measure, options=options, fuses=fuses, how=how
     )
     with on_scratch():
         agreed = agree(search.propose)
         if agreed.refusal:
-            raise MemoryLimitError(agreed.refusal)
+            error = MemoryLimitError(agreed.refusal)
+            error.least = _least(agreed.peak, fuses=fuses)
+            raise error
         (forward, backward), memory = search.attempt(agreed)
         return (runnable(forward), runnable(backward)), replace(agreed, peak=memory.peak)
 
@@ -159,9 +161,8 @@ class _Search:
     split: Callable[..., Pair]
     limit: int
     measure: Callable[[Pair], StepMemory]
-    costs: CostModel
+    options: dict[str, Any]  # of the planner
     fuses: bool
-    transfers: TransferPolicy | None
     how: dict[str, Any]
     _done: dict[object, tuple[Pair, StepMemory]] = field(default_factory=dict)
 
@@ -187,9 +188,7 @@ class _Search:
         usable = _usable(self.limit, fuses=self.fuses)
         if memory.peak <= usable:
             return replace(as_always, peak=memory.peak)
-        planner = Planner(
-            self.merged, self.costs, outputs=self.how["num_fwd_outputs"], fuses=self.fuses, transfers=self.transfers
-        )
+        planner = Planner(self.merged, fuses=self.fuses, **self.options)
         saved = {node.name for node in placeholders(usual[1]) if not is_tangent(node)}
         room = usable - (memory.peak - planner.peak(saved))
         for found, planned in self._plans(planner, room, usable=usable):
@@ -219,7 +218,8 @@ class _Search:
     def _proposal(self, planner: Planner, plan: StepPlan) -> Proposal:
         saved, repeated, offloaded = planner.names(plan)
         lines = tuple(map(str, planner.lines(plan)))
-        tier = self.transfers.tier if self.transfers is not None else ""
+        transfers: TransferPolicy | None = self.options["transfers"]
+        tier = transfers.tier if transfers is not None else ""
         return Proposal(saved, repeated, plan.seconds, 0, lines=lines, offloaded=offloaded, tier=tier)
 
 
@@ -229,12 +229,14 @@ def _usable(limit: int, *, fuses: bool) -> int:
     return left - left // _FUSED if fuses else left
 
 
+def _least(peak: int, *, fuses: bool) -> int:
+    """Return the smallest limit that a step with this simulated peak keeps."""
+    return peak + _UNSEEN + (peak // (_FUSED - 1) if fuses else 0)
+
+
 def _refusal(limit: int, memory: StepMemory, *, fuses: bool) -> str:
     """Return an error message with the limit that would suffice, and the parts of memory at the peak."""
-    least = memory.peak + _UNSEEN
-    if fuses:
-        least += memory.peak // (_FUSED - 1)
-    peak = memory.at_peak
+    least, peak = _least(memory.peak, fuses=fuses), memory.at_peak
     held = ", ".join(f"{name} {size:,}" for name, size in peak.composition.items() if size)
     where = f"{peak.node} of {peak.name}" if peak.node else peak.name
     return (

@@ -76,7 +76,14 @@ class Planner:
     """The choices for one joint graph, found once; a plan for each limit."""
 
     def __init__(
-        self, gm: GraphModule, costs: CostModel, *, outputs: int, fuses: bool, transfers: TransferPolicy | None = None
+        self,
+        gm: GraphModule,
+        costs: CostModel,
+        *,
+        outputs: int,
+        fuses: bool,
+        transfers: TransferPolicy | None = None,
+        in_flight: int = 1,
     ) -> None:
         """Read the graph and solve each kind of part.
 
@@ -86,7 +93,9 @@ class Planner:
             outputs: Number of outputs that are the model's.
             fuses: See `PassContext`.
             transfers: How values may be offloaded; None if they may not.
+            in_flight: Number of micro-batches whose saved values are in memory at once.
         """
+        self._in_flight = in_flight
         self.values = read_forward_values(gm, simulate(gm, fused=fuses), costs, outputs=outputs, fuses=fuses)
         known: dict[object, list[Policy]] = {}
         self._policies = []
@@ -107,7 +116,7 @@ class Planner:
         Args:
             limit: None for the plan that needs the least memory.
         """
-        numbers = assign(self._choices, limit) if self.is_feasible else None
+        numbers = assign(self._choices, limit, in_flight=self._in_flight) if self.is_feasible else None
         return None if numbers is None else self._as_plan(numbers)
 
     def _as_plan(self, numbers: Sequence[int]) -> StepPlan:
@@ -117,8 +126,11 @@ class Planner:
         return StepPlan(
             numbers=tuple(numbers),
             seconds=sum(item.seconds for item in chosen),
-            needs=needs([options[number] for options, number in zip(self._choices, numbers, strict=True)]),
-            peak=found.peak,
+            needs=needs(
+                [options[number] for options, number in zip(self._choices, numbers, strict=True)],
+                in_flight=self._in_flight,
+            ),
+            peak=self._peak(found),
             saved=saved,
             repeated=found.repeated,
             offloaded=offloaded,
@@ -126,7 +138,10 @@ class Planner:
 
     def peak(self, saved: Collection[str]) -> int:
         """Return the peak bytes of the graph itself if the named values are saved."""
-        return replay(self.values, [node for node in self.values.forward if node.name in saved]).peak
+        return self._peak(replay(self.values, [node for node in self.values.forward if node.name in saved]))
+
+    def _peak(self, found: Replay) -> int:
+        return found.peak + (self._in_flight - 1) * sum(found.saved)
 
     def names(self, plan: StepPlan) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """Return the names of saved, recomputed and offloaded values, in program order."""

@@ -9,12 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from dsgraph.passes.analysis.budget import StageNeeds
+
 from .root_values import regions
 from .split_stages import StagePlan
 
 
 class StageGraphModule(GraphModule):
-    """A stage of a pipeline, which averages its gradients over ranks itself."""
+    """A stage of a pipeline, which averages its gradients over ranks itself.
+
+    Attributes:
+        needs: The memory of a step besides it, if a memory limit must be kept.
+        is_only_compiled: True while calls only compile the graph.
+    """
+
+    needs: StageNeeds | None = None
+    is_only_compiled = False
 
 
 @dataclass(frozen=True)

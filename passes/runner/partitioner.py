@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from dsgraph.passes.analysis.budget import MemoryBudget
 from dsgraph.passes.analysis.cost import CostModel
-from dsgraph.passes.analysis.step_memory import StepMemory, pair_memory, simulate_step
+from dsgraph.passes.analysis.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
 from dsgraph.passes.compat import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -169,7 +169,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
                 unread=facts.unread,
                 unread_copies=facts.unread_copies,
             )
-            return simulate_step([found], keeps_outputs=True, other_bytes=facts.held_gradients)
+            return simulate_step([found], keeps_outputs=True, held=_held(facts, found))
 
         pair, found = fit(
             gm,
@@ -180,6 +180,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             costs=ctx.costs,
             fuses=facts.fuses,
             transfers=self._transfers(ctx.costs),
+            in_flight=1 if facts.stage is None else facts.stage.in_flight,
             agree=self._agree,
             **how,
         )
@@ -211,6 +212,14 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True, budget=budget))
         self._runner.end()
+
+
+def _held(facts: CaptureFacts, pair: PairMemory) -> dict[str, int]:
+    """Return the memory of a step besides its graphs: that of other micro-batches, and of other stages of the rank."""
+    if facts.stage is None:
+        return {"other": facts.held_gradients}
+    waiting = pair.forward.bytes_of(pair.saved | pair.outputs)
+    return {**facts.stage.held, "micro-batches in flight": (facts.stage.in_flight - 1) * waiting}
 
 
 def _merge_waits(gm: GraphModule) -> None:
@@ -246,7 +255,7 @@ def _identity(runner: Runner, facts: CaptureFacts) -> object | None:
 
 def _kept(facts: CaptureFacts) -> tuple[object, ...]:
     """Return the facts, besides the graph, on which a plan depends; scratch memory depends on the threads."""
-    counted = (facts.unread, facts.unread_copies, facts.held_gradients, torch.get_num_threads())
+    counted = (facts.unread, facts.unread_copies, facts.held_gradients, facts.stage, torch.get_num_threads())
     return (facts.keeps_limit, facts.offload_tier, *(counted if facts.keeps_limit else ()))
 
 

@@ -174,7 +174,6 @@ def _refused(*features: str, error: str, why: str) -> Refusal:
 
 
 _NOT_PARALLEL = {
-    "memory limit": ("dsgraph.memory_limit", "a stage holds several micro-batches at once, which no plan counts yet"),
     "parameters on disk": ("zero_optimization.offload_param.device", "stages gather each parameter once a step"),
     "blocks": ("dsgraph.blocks", "a stage is one graph"),
     "one graph": ("dsgraph.blocks", "a stage is one graph anyway"),

@@ -15,6 +15,7 @@ from dsgraph.compat.compiled import recompile_limit
 from dsgraph.compat.dynamo import is_marked_with_maximum
 from dsgraph.compat.inductor import activation_memory_budget
 from dsgraph.compiler.frames import Capture
+from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.inductor_ext import size_hint
 from dsgraph.partitioning.parameter import ParameterState
@@ -23,6 +24,7 @@ from dsgraph.passes import CaptureFacts
 from dsgraph.passes.compat import symbolic_expression
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import OptionError
 
 
@@ -49,11 +51,11 @@ def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -
         facts: The facts of the graph.
         module: The module whose forward it is.
     """
+    if facts.stage is not None:
+        return ""  # the pipeline has counted what its graphs do not show
     states = partition_states(module) if module is not None else []
     if module is None or not states:
         return "no module of a partitioned model calls it: compile the model"
-    if isinstance(module, StageGraphModule):
-        return "a pipeline stage holds several micro-batches at once: bound its memory by the number of micro-batches"
     broken = capture.ends_in.place if capture.ends_in is not None else capture.region
     if broken is not None or capture.resumes_at is not None:
         where = broken or f"{capture.function.file}:{capture.resumes_at}"
@@ -139,6 +141,15 @@ def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -
         unread=tuple(entry.current_spec(names.get(id(entry.param), entry.name)) for entry in unread),
         unread_copies=sum(copy.untyped_storage().nbytes() for copy in copies if id(copy) not in given),
     )
+
+
+def with_stage(facts: CaptureFacts, options: BackendOptions, module: nn.Module | None) -> CaptureFacts:
+    """Return the facts of a graph, extended by the limit of the pipeline stage that it is."""
+    if options.memory_limit is None or not isinstance(module, StageGraphModule) or module.needs is None:
+        return facts
+    limit = on_device(options.memory_limit, facts.device_type)
+    tier = options.activation_offload
+    return replace(facts, memory_limit=limit, keeps_limit=True, offload_tier=tier, stage=module.needs)
 
 
 def held_gradients(module: nn.Module) -> int:

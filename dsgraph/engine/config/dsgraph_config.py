@@ -57,7 +57,10 @@ class DsgraphConfig(Section):
         needs=_ONE_GRAPH,
     )
     memory_limit: Bytes | None = key(
-        None, 'maximum memory of a step: bytes, a text such as "60GiB", or a share of the device', option="memory_limit"
+        None,
+        'maximum memory of a step: bytes, a text such as "60GiB", or a share of the device',
+        option="memory_limit",
+        parallel=True,
     )
     offload_folder: PathText | None = key(
         None,

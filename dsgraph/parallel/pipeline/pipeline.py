@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.checkpoint.weight_files import describe
 from dsgraph.compat.process_groups import group_timeout
+from dsgraph.compat.tensors import map_tensors
 from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
-from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.forward_inputs import cast_floating
 from dsgraph.passes import CostModel
 from dsgraph.passes.parallel.split_stages import SplitStages
@@ -86,7 +85,7 @@ def pipeline(
             and gradients are accumulated in that dtype. Needs `data_parallel`, for which a mesh of one rank is enough.
         reduce_dtype: As for `partition`. Needs `data_parallel`.
         options: Options of the backend, which then compiles each stage; {} uses their defaults. None: stages run
-            eagerly.
+            eagerly. `memory_limit` bounds a step of each rank.
 
     Returns:
         This rank's stages.
@@ -106,6 +105,7 @@ def pipeline(
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
     twin = _twin(model, device, param_dtype)
     captured = _captured(model, example, twin=twin, dtype=param_dtype, device=device, costs=costs)
+    example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     return_only(captured.graph_module, result := result_of(captured, is_loss=loss_fn is None))
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
@@ -127,17 +127,13 @@ def pipeline(
     check_order(actions, stages=count)
     tied = tied_parameters(graphs)
     report = PipelineReport.of(
-        plan,
-        schedule=schedule,
-        microbatches=microbatches,
-        stages_of_ranks=held,
-        tied=tied,
-        actions=actions,
+        plan, schedule=schedule, microbatches=microbatches, stages_of_ranks=held, tied=tied, actions=actions
     )
     return PipelinedModel(
         runs=runs,
         stages=mine,
         gradients=gradients_of_stages(captured, mine, tied, held=held, mesh=mesh, copies=copies, device=device),
+        options=options,
         evaluation=partial(
             Evaluation,
             twin,
@@ -173,8 +169,7 @@ def _checked_stages(
         raise OptionError(f'pipeline: the mesh has {mesh.ndim} dimensions: give only that of the pipeline, mesh["pp"]')
     held = stages_of_ranks(schedule, ranks=mesh.size(), stages=stages)
     check_microbatches(schedule, ranks=mesh.size(), stages=stages, microbatches=microbatches)
-    if options is not None:
-        _check_options(options)
+    parse_options(options)  # otherwise a wrong option would be an error only when the first stage is compiled
     return tuple(map(tuple, held))
 
 
@@ -226,16 +221,7 @@ def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, Any]:
 
 def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreement | None:
     """Return the agreement of tensor-parallel ranks; None without tensor parallelism."""
-    for held in captured.slices.values():
-        group = resolve_group(held.group)
-        return Agreement(tuple(dist.get_process_group_ranks(group)), group_timeout(group, device.type))
-    return None
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Check the options now: otherwise a wrong one would be an error only when the first stage is compiled."""
-    if parse_options(options).memory_limit is not None:
-        raise OptionError("pipeline: the option 'memory_limit' is not supported for stages yet: remove it")
+    return next((Agreement.of(held.group, device.type) for held in captured.slices.values()), None)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

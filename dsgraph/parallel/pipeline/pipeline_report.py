@@ -10,6 +10,27 @@ from dsgraph.passes.parallel.split_stages import StagePlan
 
 
 @dataclass(frozen=True)
+class StageMemory:
+    """The memory of one stage of this rank under a `memory_limit`.
+
+    Attributes:
+        stage: Its number.
+        in_flight: The most micro-batches whose forward has run and whose backward has not.
+        limit: Bytes that a step may use on this rank.
+        peak: Predicted bytes of a step on this rank, at their peak while the stage computes. If the rank has several
+            stages, each has a share of the memory. None if it is not known: the graph came from torch's cache, or
+            nothing in it is trained.
+        plan: What the stage saves, recomputes and offloads, as text.
+    """
+
+    stage: int
+    in_flight: int
+    limit: int
+    peak: int | None
+    plan: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PipelineReport:
     """A report on the stages of a pipeline.
 
@@ -22,6 +43,7 @@ class PipelineReport:
         balance: The most loaded stage over the mean.
         tied: Parameters that several stages read, with these stages.
         actions: What each rank computes, in order.
+        memory: The memory of this rank's stages; empty without a `memory_limit`, and before the first step.
     """
 
     schedule: str
@@ -32,6 +54,7 @@ class PipelineReport:
     balance: float
     tied: Mapping[str, tuple[int, ...]]
     actions: Mapping[int, Sequence[str]]
+    memory: tuple[StageMemory, ...] = ()
 
     @staticmethod
     def of(plan: StagePlan, **facts: Any) -> PipelineReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dsgraph.utils.errors import OptionError
 
 from .evaluation import Evaluation
 from .pipeline_report import PipelineReport
+from .stage_limits import StageLimits
 from .stage_modules import LossOf, StageModule
 from .stage_runs import StageRuns
 from .step_arguments import StepArguments
@@ -45,6 +47,7 @@ class PipelinedModel:
         runs: StageRuns,
         stages: Mapping[int, StageModule],
         gradients: StepGradients,
+        options: Mapping[str, Any] | None,
         evaluation: Callable[[], Evaluation],
         loss: LossOf,
         report: PipelineReport,
@@ -59,6 +62,7 @@ class PipelinedModel:
         self.report, self.data_parallel = report, gradients.copies
         self._runs, self._stages, self._gradients, self._equal = runs, stages, gradients, equal
         self._make_evaluation, self._loss = evaluation, loss
+        self._limits = StageLimits.of(options, stages, report=report, gradients=gradients, loss=loss)
         self._evaluation: Evaluation | None = None
         self._sizes, self._description, self._draws = sizes, description, draws
         self._timed, self._seconds = runs.now().stages, 0.0
@@ -81,6 +85,7 @@ class PipelinedModel:
         Raises:
             OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
                 before anything is sent.
+            MemoryLimitError: The stages cannot keep the option `memory_limit`. All ranks raise before the first step.
         """
         leaves = self._arguments.leaves("step", args, kwargs, target)
         inputs = {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
@@ -88,6 +93,9 @@ class PipelinedModel:
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
         self._compare(self._runs.autocast(), inputs if target is None else {**inputs, "target": target})
         run = self._runs.now()
+        if self._limits is not None:
+            memory = self._limits.keep(self._runs.autocast(), run, inputs)
+            self.report = replace(self.report, memory=memory)
         self._gradients.begin()
         losses: list[Tensor] = []
         self._timed = run.stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ _IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
 
 # They compute the gradients of inputs and of weights apart, by walking autograd's graph.
 ZERO_BUBBLE = frozenset({"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"})
+
+# They hold the messages that they send until the end of a step.
+HOLDS_SENT = frozenset(SCHEDULES) - {"1F1B"}
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _Part = tuple[str, int, int]  # kind, stage, micro-batch
@@ -171,6 +175,19 @@ def check_order(actions: Mapping[int, Sequence[str]], *, stages: int) -> list[Sl
         named = ", ".join(f"rank {rank} at {text}" for rank, text in waiting.items())
         raise OptionError(f"pipeline: the schedule deadlocks: {named}; each waits for another's result")
     return slots
+
+
+def most_in_flight(actions: Sequence[str]) -> dict[int, int]:
+    """Return the most micro-batches in flight of each stage of a rank: from their forward to their backward.
+
+    Args:
+        actions: What the rank computes, in order, as torch writes it.
+    """
+    now, most = Counter[int](), Counter[int]()
+    for kind, stage, _ in (part for text in actions for part in _parts(text)):
+        now[stage] += (kind == "F") - (kind in "BW")
+        most[stage] = max(most[stage], now[stage])
+    return dict(most)
 
 
 def bubble_share(slots: Sequence[Slot]) -> float:

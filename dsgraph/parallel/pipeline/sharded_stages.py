@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
+from dsgraph.partitioning.accumulation.reduce_accumulated import IN_FLIGHT_BYTES
 from dsgraph.partitioning.arguments import check_arguments
+from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.parallel.stage_graphs import put
@@ -127,6 +130,33 @@ class ShardedStages:
             found[entry.name] = full.grad if self._sums is None else self._sums.pop(entry.name, None)
             full.grad = None
         return found
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the shards, and the gathered copies that exist now."""
+        for entry in self._full:
+            yield entry.rows
+            if entry.gathered_copy is not None:
+                yield entry.gathered_copy
+
+    def accumulated_bytes(self) -> int:
+        """Return the bytes of the full gradients that a step accumulates, with one that is being cast."""
+        sizes = [size for _, size in self._trained()]
+        return sum(sizes) + max(sizes, default=0) * (self._sums is not None)
+
+    def reduction_bytes(self) -> int:
+        """Return the bytes that the reduction of full gradients takes besides them, see `reduce_accumulated`."""
+        trained = list(self._trained())
+        replicated = sum(size for entry, size in trained if not entry.spec.group)
+        split = [size for entry, size in trained if entry.spec.group]
+        travelling = min(sum(split), IN_FLIGHT_BYTES + max(split, default=0))
+        # In one bucket of replicated parameters: the gradients in a row, their sum, in two dtypes, and the parts of it.
+        return 4 * replicated + 2 * travelling + sum(entry.rows.nbytes for entry, _ in trained if entry.spec.group)
+
+    def _trained(self) -> Iterator[tuple[ParameterState, int]]:
+        """Yield the trained parameters with the bytes of their accumulated gradients."""
+        for entry, full in self._full.items():
+            if full.requires_grad:
+                yield entry, math.prod(entry.spec.shape) * entry.param.dtype.itemsize
 
     def finish(self, grads: Mapping[str, Tensor | None]) -> None:
         """Average gradients of full parameters over the ranks, and add them to the shards' `.grad`."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dsgraph.compat.pipelining import StageOfOtherRanks
+from dsgraph.compiler.memory_limit.compile_ahead import compile_ahead
+from dsgraph.compiler.request import CompileOutcome
+from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.utils.errors import OptionError
 
 from .captured_model import CapturedModel
@@ -24,10 +27,12 @@ class LossOf:
     Attributes:
         microbatches: Number of micro-batches of a step.
         scale: The loss scale of float16; 1 without.
+        is_function: True if a function outside the model computes the loss.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
         self._loss_fn, self.microbatches, self.scale = loss_fn, microbatches, 1.0
+        self.is_function = loss_fn is not None
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the share as a scalar.
@@ -77,15 +82,18 @@ class StageModule(nn.Module):
 
     Attributes:
         graph_module: The stage's graph.
+        roots: Names of the inputs of the model that it reads.
         queue: Gradients of weights that a zero-bubble schedule computes later; None for other schedules.
     """
 
-    def __init__(self, graph_module: GraphModule, roots: Sequence[str], *, single: bool, defers: bool = False) -> None:
+    def __init__(
+        self, graph_module: StageGraphModule, roots: Sequence[str], *, single: bool, defers: bool = False
+    ) -> None:
         super().__init__()
         self.queue = WeightQueue() if defers else None
         self._deferred = None if self.queue is None else defer_weights(graph_module, self.queue)
         self.graph_module = graph_module
-        self._roots, self._single = tuple(roots), single
+        self.roots, self._single = tuple(roots), single
         self._run: Callable[..., Any] = graph_module.__call__
         self._hooked = WeakIdKeyDictionary()
 
@@ -95,13 +103,21 @@ class StageModule(nn.Module):
         # Not a child module: by those torch recognizes compiled stages, and refuses schedules that split the backward.
         self._run = compiled.__call__
 
+    def compile_ahead(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> CompileOutcome:
+        """Compile the stage for values like those that `forward` takes, without running it."""
+        return compile_ahead(self.graph_module, self._call, received, inputs)
+
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Return the sent values, contiguous as gloo requires; the last stage returns its one result by itself."""
         for value in received:
             self._gradient_contiguous(value)
-        arguments = [*received, *[inputs[root] for root in self._roots]]
-        sent = self._run(*arguments) if self._deferred is None else self._deferred.call(self._run, arguments)
+        sent = self._call(received, inputs)
         return sent[0] if self._single else tuple(value.contiguous() for value in sent)
+
+    def _call(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        arguments = [*received, *[inputs[root] for root in self.roots]]
+        results = self._run(*arguments) if self._deferred is None else self._deferred.call(self._run, arguments)
+        return cast(Sequence[Tensor], results)
 
     def _gradient_contiguous(self, received: Tensor) -> None:
         """Make the gradient of a received value contiguous: it is sent back, and autograd may give it any strides."""

@@ -26,10 +26,14 @@ class StageRun:
     Attributes:
         schedule: A schedule of torch for these stages.
         stages: This rank's stages.
+        received: Stage -> fake values that it receives.
+        sent: Stage -> fake values that it sends.
     """
 
     schedule: Any
     stages: tuple[TimedStage, ...]
+    received: Mapping[int, Sequence[Tensor]]
+    sent: Mapping[int, Sequence[Tensor]]
 
 
 class StageRuns:
@@ -73,17 +77,16 @@ class StageRuns:
         self._known = {}
 
     def _made(self, values: Mapping[Node, Any]) -> StageRun:
-        def buffers(nodes: Sequence[Node]) -> tuple[Tensor, ...]:
-            return stage_buffers([values[node] for node in nodes], self._device)
-
+        received = {number: [values[node] for node in self._boundaries[number][0]] for number in self._mine}
+        sent = {number: [values[node] for node in self._boundaries[number][1]] for number in self._mine}
         stages = tuple(
             TimedStage(
                 module,
                 number,
                 len(self._boundaries),
                 self._device,
-                input_args=buffers(self._boundaries[number][0]),
-                output_args=buffers(self._boundaries[number][1]),
+                input_args=stage_buffers(received[number], self._device),
+                output_args=stage_buffers(sent[number], self._device),
                 group=self._group,
                 dw_builder=None if module.queue is None else module.queue.take,
             )
@@ -92,4 +95,5 @@ class StageRuns:
         # The loss is divided, not the gradients: torch would divide those of a parameter of two stages of a rank twice.
         made: Any = get_schedule_class(self._kind)
         given = list(stages) if SCHEDULES[self._kind] else stages[0]
-        return StageRun(made(given, self._loss.microbatches, loss_fn=self._loss, scale_grads=False), stages)
+        schedule = made(given, self._loss.microbatches, loss_fn=self._loss, scale_grads=False)
+        return StageRun(schedule, stages, received, sent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -101,6 +101,29 @@ class StepGradients:
         finally:
             if self.sharded is not None:
                 self.sharded.let_go()
+
+    def updated(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that an optimizer updates: the shards with data parallelism."""
+        return self.parameters.values() if self.sharded is None else self.sharded.shards.parameters()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return this rank's parameters: shards and full ones."""
+        return self.parameters.values() if self.sharded is None else self.sharded.tensors()
+
+    def earlier_bytes(self) -> int:
+        """Return the bytes of gradients of earlier steps."""
+        return sum(own_part(param.grad).nbytes for param in self.updated() if param.grad is not None)
+
+    def accumulated_bytes(self) -> int:
+        """Return the bytes of the gradients that a step accumulates."""
+        if self.sharded is not None:
+            return self.sharded.accumulated_bytes()
+        return sum(param.nbytes for param in self.parameters.values() if param.requires_grad)
+
+    def reduction_bytes(self) -> int:
+        """Return the bytes that the end of a step takes besides accumulated gradients."""
+        tied = sum(like.nbytes for like in self.tied.values())
+        return tied + (self.sharded.reduction_bytes() if self.sharded is not None else 0)
 
     def average(self, loss: Tensor) -> Tensor:
         """Return the mean loss over data-parallel ranks, in place, from the parts of the pipeline's ranks."""

@@ -15,8 +15,8 @@ from dsgraph.partitioning.markers import reduce_gradient, start_reducing_gradien
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
 
-# How much is under way at once when sums are reduced: what travels is there twice.
-_IN_FLIGHT_BYTES = 64 * 2**20
+IN_FLIGHT_BYTES = 64 * 2**20
+"""Bytes of gradients that are reduced at once; each of them is in memory twice."""
 
 
 def used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
@@ -41,7 +41,7 @@ def reduce_split(grads: dict[ParameterState, Tensor | None]) -> list[tuple[Param
         assert grad is not None
         started.append((entry, grad.nbytes, start_reducing_gradient(entry.spec, grad, entry.rows)))
         del grad
-        while sum(size for _, size, _ in started) > _IN_FLIGHT_BYTES and len(started) > 1:
+        while sum(size for _, size, _ in started) > IN_FLIGHT_BYTES and len(started) > 1:
             first, _, finish = started.popleft()
             reduced.append((first, finish()))
     return reduced + [(entry, finish()) for entry, _, finish in started]

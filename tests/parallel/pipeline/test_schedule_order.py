@@ -9,6 +9,7 @@ from dsgraph.parallel.pipeline.schedule_order import (
     bubble_share,
     check_microbatches,
     check_order,
+    most_in_flight,
     stages_of_ranks,
 )
 from dsgraph.utils.errors import OptionError
@@ -20,6 +21,13 @@ def test_one_forward_one_backward():
     assert order[1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]
     check_order(order, stages=2)
     check_order(actions_of(None, "GPipe", stages=4, microbatches=8), stages=4)
+
+
+def test_micro_batches_in_flight():
+    for kind, most in (("1F1B", [3, 2, 1]), ("GPipe", [6, 6, 6])):
+        order = actions_of(None, kind, stages=3, microbatches=6)
+        assert [most_in_flight(order[stage])[stage] for stage in range(3)] == most
+    assert most_in_flight(["0F0", "0F1", "2F0", "2B0", "0B0", "0I1", "0F2", "0W1"]) == {0: 2, 2: 1}
 
 
 def test_a_cycle_is_named():

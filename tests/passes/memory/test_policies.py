@@ -80,8 +80,8 @@ _options = st.builds(
 )
 
 
-def _peak(options: list[Option]) -> int:
-    saved, peak = 0, 0
+def _peak(options: list[Option], in_flight: int) -> int:
+    saved, peak = (in_flight - 1) * sum(option.saved for option in options), 0
     for option in options:
         peak = max(peak, saved + option.forward)
         saved += option.saved
@@ -90,17 +90,20 @@ def _peak(options: list[Option]) -> int:
 
 
 @settings(max_examples=60, derandomize=True)
-@given(st.lists(st.lists(_options, min_size=1, max_size=3), min_size=1, max_size=4), st.integers(1, 120))
-def test_no_assignment_under_the_limit_is_faster(choices, limit):
+@given(
+    st.lists(st.lists(_options, min_size=1, max_size=3), min_size=1, max_size=4), st.integers(1, 120), st.integers(1, 3)
+)
+def test_no_assignment_under_the_limit_is_faster(choices, limit, in_flight):
     every = [list(picked) for picked in product(*choices)]
-    fitting = [picked for picked in every if _peak(picked) <= limit]
-    numbers = assign(choices, limit)
+    fitting = [picked for picked in every if _peak(picked, in_flight) <= limit]
+    numbers = assign(choices, limit, in_flight=in_flight)
     assert (numbers is None) == (not fitting)
     if numbers is not None:
         taken = [part[number] for part, number in zip(choices, numbers, strict=True)]
-        assert needs(taken) == _peak(taken) <= limit
+        assert needs(taken, in_flight=in_flight) == _peak(taken, in_flight) <= limit
         best = min(sum(option.seconds for option in picked) for picked in fitting)
         assert sum(option.seconds for option in taken) <= best + 0.05
-    least = assign(choices, None)
+    least = assign(choices, None, in_flight=in_flight)
     assert least is not None
-    assert _peak([part[number] for part, number in zip(choices, least, strict=True)]) == min(map(_peak, every))
+    taken = [part[number] for part, number in zip(choices, least, strict=True)]
+    assert _peak(taken, in_flight) == min(_peak(picked, in_flight) for picked in every)

@@ -1,0 +1,266 @@
+"""The `memory_limit` of a pipeline: the memory of a step besides the graphs of stages, and the plans of the graphs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dsgraph.compiler.options import parse_options
+from dsgraph.compiler.request import CompileOutcome
+from dsgraph.partitioning.rows import own_part
+from dsgraph.passes.analysis.budget import StageNeeds
+from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
+from dsgraph.passes.analysis.states import OPTIMIZER_STATES
+from dsgraph.passes.compat import storage_id
+from dsgraph.passes.memory.fit import PLANNED, MemoryLimitError
+from dsgraph.ranks.agreement import Agreement
+from dsgraph.utils.byte_counts import on_device
+from dsgraph.utils.errors import OptionError, StrictError
+
+from .pipeline_report import PipelineReport, StageMemory
+from .schedule_order import HOLDS_SENT, ZERO_BUBBLE, most_in_flight
+from .stage_modules import LossOf, StageModule, stage_buffers
+from .stage_runs import StageRun
+from .tied_gradients import StepGradients
+
+
+@dataclass(kw_only=True)
+class StageLimits:
+    """Plans this rank's stages before the first step, so that a step stays within the limit.
+
+    Attributes:
+        limit: Bytes that a step may use on this rank.
+        is_strict: True if what cannot be promised is an error.
+        modules: This rank's stages.
+        in_flight: The most micro-batches in flight, by stage.
+        holds_sent: True if the schedule holds what it sends until the end of a step.
+        microbatches: Number of micro-batches of a step.
+        gradients: The gradients of the stages.
+        equal: The group of the tensor-parallel ranks, which run equal graphs with collectives; "" for none.
+        agreements: The ranks of the pipeline, then the other ranks that train the model.
+    """
+
+    limit: int
+    is_strict: bool
+    modules: Mapping[int, StageModule]
+    in_flight: Mapping[int, int]
+    holds_sent: bool
+    microbatches: int
+    gradients: StepGradients
+    equal: str
+    agreements: Sequence[Agreement]
+    _plans: dict[str, tuple[StageMemory, ...]] = field(default_factory=dict)
+    _earlier: int = 0  # bytes of gradients that the plans count
+    _told: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def of(
+        options: Mapping[str, Any] | None,
+        modules: Mapping[int, StageModule],
+        *,
+        report: PipelineReport,
+        gradients: StepGradients,
+        loss: LossOf,
+    ) -> StageLimits | None:
+        """Return the limit that the options of the backend contain; None if there is none.
+
+        Args:
+            options: See `pipeline`.
+            modules: This rank's stages.
+            report: The schedule.
+            gradients: The gradients of the stages.
+            loss: The loss of a micro-batch.
+
+        Raises:
+            OptionError: The schedule defers weight gradients, or a function outside the model computes the loss.
+        """
+        chosen = parse_options(options) if options is not None else None
+        if chosen is None or chosen.memory_limit is None:
+            return None
+        if report.schedule in ZERO_BUBBLE:
+            raise OptionError(
+                f"pipeline: the option 'memory_limit' is not supported with {report.schedule}, which holds inputs and "
+                "gradients of linear layers until it computes weight gradients: use 1F1B, GPipe or Interleaved1F1B"
+            )
+        if loss.is_function:
+            raise OptionError(
+                "pipeline: the option 'memory_limit' is not supported with loss_fn, which runs uncompiled, and its "
+                "memory is not planned: let the model return its loss"
+            )
+        kind, actions = gradients.device.type, report.actions[gradients.pipeline.rank()]
+        equal = next((held.group for held in gradients.slices.values()), "")
+        groups = [group.group_name for group in (gradients.pipeline, gradients.copies) if group is not None]
+        return StageLimits(
+            limit=on_device(chosen.memory_limit, kind),
+            is_strict=chosen.strict,
+            modules=modules,
+            in_flight=most_in_flight(actions),
+            holds_sent=report.schedule in HOLDS_SENT,
+            microbatches=report.microbatches,
+            gradients=gradients,
+            equal=equal,
+            agreements=[Agreement.of(group, kind) for group in (*groups, equal) if group],
+        )
+
+    def keep(self, kind: str, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
+        """Return the plans of the stages. They are made, and the stages compiled, before the first step of a kind.
+
+        All ranks call it together.
+
+        Args:
+            kind: What the graphs of the stages depend on.
+            run: The stages as the schedule runs them.
+            inputs: The complete batch.
+
+        Raises:
+            MemoryLimitError: A stage of any rank cannot keep the limit; all ranks raise.
+            StrictError: With `strict`, the limit cannot be promised.
+        """
+        if kind not in self._plans:
+            self._plans[kind] = self._planned_together(run, inputs)
+        spare = self.limit - max(memory.peak or self.limit for memory in self._plans[kind])
+        held = self.gradients.earlier_bytes()
+        if held > spare + self._earlier:
+            self._tell(
+                f"{held:,} bytes of gradients are held from an earlier step: call zero_grad() after each step, or "
+                "use a larger limit"
+            )
+        return self._plans[kind]
+
+    def _planned_together(self, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
+        refusal, found = "", tuple[StageMemory, ...]()
+        self._earlier = self.gradients.earlier_bytes()
+        with self.gradients.evaluating():  # with full parameters
+            try:
+                self._check_reduction(run, inputs)
+                found = self._planned(run, inputs)
+            except (MemoryLimitError, StrictError) as error:
+                refusal = str(error)
+        for agreement in self.agreements:
+            said = agreement.exchange("whether their stages keep the memory limit", refusal)
+            refusal = next((said[rank] for rank in sorted(said) if said[rank]), "")
+        if refusal:
+            raise MemoryLimitError(refusal)
+        return found
+
+    def _tell(self, gap: str) -> None:
+        message = f"memory_limit cannot be promised for a step of the pipeline: {gap}"
+        if self.is_strict:
+            raise StrictError(message)
+        if gap not in self._told:
+            self._told.add(gap)
+            warnings.warn(message, stacklevel=5)
+
+    def _planned(self, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
+        """Plan the stages one after the other: each gets its share of what the limit leaves besides earlier ones."""
+        step = self._step(run, inputs)
+        fixed, taken, plans = sum(step.values()), 0, dict[int, tuple[str, ...]]()
+        weights = {key: (self.in_flight[key] + 1) * _activations(module) for key, module in self.modules.items()}
+        is_known = True
+        for number in self.modules:
+            share = weights[number] / sum(weight for key, weight in weights.items() if key not in plans)
+            room = max(0, self.limit - fixed - taken)
+            others = taken + room - math.ceil(share * room)
+            held = {**self._beside(step, number, run, inputs), "other stages": others}
+            try:
+                outcome = self._compiled(number, held, run, inputs)
+            except MemoryLimitError as error:
+                least = fixed + taken + math.ceil((error.least - fixed - others) / share)
+                raise MemoryLimitError(self._refusal(number, least, error)) from error
+            is_known = is_known and outcome.step_peak is not None
+            taken += math.ceil(share * room) if outcome.step_peak is None else outcome.step_peak - fixed - others
+            plans[number] = next((record.done[1:] for record in outcome.passes if record.name == PLANNED), ())
+        peak = fixed + taken if is_known else None
+        return tuple(
+            StageMemory(number, self.in_flight[number], self.limit, peak, plan) for number, plan in plans.items()
+        )
+
+    def _compiled(
+        self, number: int, held: Mapping[str, int], run: StageRun, inputs: Mapping[str, Tensor]
+    ) -> CompileOutcome:
+        module = self.modules[number]
+        module.graph_module.needs = StageNeeds(held, self.in_flight[number], self.equal)
+        first = {name: value.chunk(self.microbatches)[0] for name, value in inputs.items()}
+        outcome = module.compile_ahead(stage_buffers(run.received[number], self.gradients.device), first)
+        if outcome.step_peak is None and not outcome.from_cache:
+            self._tell(f"nothing in stage {number} is trained, so that its graph is not planned")
+        return outcome
+
+    def _refusal(self, number: int, least: int, error: MemoryLimitError) -> str:
+        stages = ", ".join(map(str, self.modules))
+        return (
+            f"pipeline: stage {number} on rank {dist.get_rank()}, with {self.in_flight[number]} micro-batches in "
+            f"flight, cannot keep the limit: {error}, or more pipeline stages. With its stages {stages} the rank takes "
+            f"{least:,} bytes at least"
+        )
+
+    def _beside(
+        self, step: Mapping[str, int], number: int, run: StageRun, inputs: Mapping[str, Tensor]
+    ) -> dict[str, int]:
+        """Return the bytes of a step besides the graph of a stage, by purpose.
+
+        The graph counts its own inputs. It frees the gradients that it receives, but their buffers stay.
+        """
+        module = self.modules[number]
+        return {
+            **step,
+            "parameters": step["parameters"] - sum(_storages(_tensors(module)).values()),
+            "communication": step["communication"] - _bytes(run.received[number]),
+            "batch": step["batch"] - sum(inputs[root].nbytes for root in module.roots),
+        }
+
+    def _step(self, run: StageRun, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the bytes of a step on this rank that do not depend on plans, by purpose."""
+        gradients = self.gradients
+        trained = [own_part(param).nbytes for param in gradients.updated() if param.requires_grad]
+        tensors = [*gradients.tensors(), *(tensor for module in self.modules.values() for tensor in _tensors(module))]
+        return {
+            "parameters": sum(_storages(tensors).values()),
+            "optimizer state": OPTIMIZER_STATES * sum(trained),
+            "gradients": gradients.accumulated_bytes() + self._earlier,
+            "communication": sum(self._buffers(number, run) for number in self.modules),
+            "batch": sum(value.nbytes for value in inputs.values()),
+        }
+
+    def _buffers(self, number: int, run: StageRun) -> int:
+        """Return the bytes of a stage's messages: torch has a buffer for each micro-batch, and one as the example."""
+        count, received, sent = self.microbatches, run.received[number], run.sent[number]
+        held = (count + 1) * (_bytes(received) + _bytes(sent, gradients=True))
+        held += (count if self.holds_sent else 1) * _bytes(received, gradients=True)
+        return held + self.holds_sent * (count - self.in_flight[number]) * _bytes(sent)
+
+    def _check_reduction(self, run: StageRun, inputs: Mapping[str, Tensor]) -> None:
+        """Refuse a limit that the reduction of gradients at the end of a step exceeds."""
+        held = self._step(run, inputs) | {"reduced gradients": self.gradients.reduction_bytes()}
+        least = sum(held.values())
+        if least > self.limit:
+            parts = ", ".join(f"{name} {size:,}" for name, size in held.items() if size)
+            raise MemoryLimitError(
+                f"pipeline: memory_limit is {self.limit:,} bytes, and the end of a step takes {least:,} at least on "
+                f"rank {dist.get_rank()}: there are {parts}; raise the limit, or use more pipeline stages, smaller or "
+                "fewer micro-batches, or a higher zero_stage"
+            )
+
+
+def _tensors(module: StageModule) -> list[Tensor]:
+    return [*module.graph_module.parameters(), *module.graph_module.buffers()]
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def _bytes(values: Sequence[Tensor], *, gradients: bool = False) -> int:
+    return sum(value.numel() * value.element_size() for value in values if value.requires_grad or not gradients)
+
+
+def _activations(module: StageModule) -> int:
+    """Return the bytes of all values that a stage computes: an estimate of its share of a rank's memory."""
+    nodes = [node for node in module.graph_module.graph.nodes if node.op.startswith("call")]
+    return 1 + sum(number_of(node, tensor_bytes(node.meta.get("val"))) for node in nodes)
