@@ -858,7 +858,7 @@ VERIFIER = (
 ENGINE = (
     Mutant(
         *("key-in-a-refused-layout", "dsgraph/engine/config/conditions.py", "missing check"),
-        *("check_keys", "and not entry.parallel", "and False"),
+        *("check_keys", "and value_at(config, path) not in supported", "and False"),
         killers=("tests/engine/config/test_conditions.py",),
     ),
     Mutant(

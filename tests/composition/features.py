@@ -127,11 +127,13 @@ class Refusal:
         features: All of them are in the run.
         error: Text of the error.
         why: The reason, for users.
+        has_meaning: False if nothing could be computed together: no work would make the features compatible.
     """
 
     features: frozenset[str]
     error: str
     why: str
+    has_meaning: bool = True
 
     def applies(self, names: Sequence[str]) -> bool:
         return self.features <= set(names)
@@ -169,14 +171,13 @@ def build(features: Sequence[Feature]) -> nn.Module:
     return model
 
 
-def _refused(*features: str, error: str, why: str) -> Refusal:
-    return Refusal(frozenset(features), error, why)
+def _refused(*features: str, error: str, why: str, has_meaning: bool = True) -> Refusal:
+    return Refusal(frozenset(features), error, why, has_meaning)
 
 
 _NOT_PARALLEL = {
     "parameters on disk": ("zero_optimization.offload_param.device", "stages gather each parameter once a step"),
     "blocks": ("dsgraph.blocks", "a stage is one graph"),
-    "one graph": ("dsgraph.blocks", "a stage is one graph anyway"),
     "1-bit Adam": ("optimizer.type OneBitAdam", "not built yet"),
     "layer dropping": ("progressive_layer_drop.enabled", "a stage cannot leave a block out yet"),
     "quantized training": ("quantize_training.enabled", "not built yet"),
@@ -195,11 +196,12 @@ REFUSED = (
             "parameters on disk",
             error="offload_param.device needs zero_optimization.stage 3",
             why="other stages keep parameters where they are used",
+            has_meaning=False,
         )
         for stage in (1, 2)
     ),
     *(
-        _refused(other, "1-bit Adam", error=_FULL_MOMENTUM, why="the momentum is sharded")
+        _refused(other, "1-bit Adam", error=_FULL_MOMENTUM, why="the momentum is sharded", has_meaning=False)
         for other in ("ZeRO stage 2", "ZeRO stage 3", "parameters on disk")
     ),
     _refused(
@@ -216,10 +218,12 @@ REFUSED = (
         *("uncompiled", "sparse attention"),
         error="only compiled attention can be block-sparse",
         why="a pass of the graph replaces the attention",
+        has_meaning=False,
     ),
     _refused(
         *("quantized training", "adapters"),
         error="has no linear layer with a weight of its own",
         why="the layers of this model are frozen, and nothing is left to round",
+        has_meaning=False,
     ),
 )

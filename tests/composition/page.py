@@ -18,10 +18,11 @@ Each two of these features are trained together on real ranks, and the losses co
 
 {features}
 
-Of {pairs} pairs {right} are right. These are refused, each by an error with the text shown:
+Of {pairs} pairs {right} are right: {share} of those with a meaning. These are refused, each by an error with the text
+shown:
 
-| features | error | why |
-|---|---|---|
+| features | error | why | has a meaning |
+|---|---|---|---|
 {refused}
 
 A test of each feature is part of `make test`, and all pairs are part of `make test-all`.
@@ -30,15 +31,19 @@ A test of each feature is part of `make test`, and all pairs are part of `make t
 
 def page() -> str:
     """Return the text of the page."""
-    refused = [pair for pair in pairs() if any(refusal.applies(pair) for refusal in REFUSED)]
+    refused = [refusal for pair in pairs() for refusal in REFUSED if refusal.applies(pair)]
+    with_meaning = len(pairs()) - sum(not refusal.has_meaning for refusal in refused)
+    right = len(pairs()) - len(refused)
     rows = [
-        f"| {', '.join(sorted(refusal.features))} | `{refusal.error}` | {refusal.why} |"
+        f"| {', '.join(sorted(refusal.features))} | `{refusal.error}` | {refusal.why} | "
+        f"{'yes' if refusal.has_meaning else 'no'} |"
         for refusal in sorted(REFUSED, key=lambda refusal: sorted(refusal.features))
     ]
     return _BEGIN.format(
         features="\n".join(f"- {feature.name}" for feature in FEATURES),
         pairs=len(pairs()),
-        right=len(pairs()) - len(refused),
+        right=right,
+        share=f"{right / with_meaning:.1%}".replace("%", " %"),
         refused="\n".join(rows),
     )
 

@@ -89,7 +89,8 @@ def _conditions(field: FieldInfo) -> str:
         parts += [f'`{name}` "auto": {name_of(auto)}' for name, auto in entry.auto.items()]
     elif entry.auto is not None:
         parts.append(f'"auto": {name_of(entry.auto)}')
-    return "; ".join([*parts, *(["`parallel`"] if entry.parallel else [])])
+    only = ", ".join(map(json.dumps, entry.parallel)) if isinstance(entry.parallel, tuple) else ""
+    return "; ".join([*parts, *([f"`parallel`{f' with {only}' if only else ''}"] if entry.parallel else [])])
 
 
 def _needs(needs: Needs) -> str:

@@ -88,7 +88,9 @@ def test_the_section_parallel_refuses_keys_that_do_not_support_it():
     assert check(parallel={}, memory_breakdown=True, steps_per_print=1) == []
     with pytest.raises(ConfigError, match=r"^memory_breakdown is not supported with the section `parallel` yet"):
         check(**divided, memory_breakdown=True, steps_per_print=1)
-    assert check(**divided, sparse_attention={}) == []
+    assert check(**divided, sparse_attention={}) == check(**divided, dsgraph={"blocks": "none"}) == []
+    with pytest.raises(ConfigError, match=r'^dsgraph.blocks is not supported .* yet, except as "none": remove'):
+        check(**divided, dsgraph={"blocks": "auto"})
 
 
 def test_what_the_section_parallel_supports():
