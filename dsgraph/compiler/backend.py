@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from dsgraph.compat.dynamo import active_ddp, past_dynamo
 from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
+from dsgraph.partitioning.blocks.unit import unit_of
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
@@ -29,7 +30,7 @@ from dsgraph.utils.errors import OptionError, StrictError
 
 from .around_blocks import options_of_graph
 from .build_pipeline import bind_options, build_pipeline
-from .capture import communication_lines, full_names, partitioned_mesh, read_facts, refuse_added_parameters
+from .capture import full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
 from .captured_writes import refuse_lost_gradients, refuse_writes
 from .costs.agreed import known_costs
@@ -47,7 +48,7 @@ from .memory_limit.limit_scope import (
 from .memory_limit.spare_memory import spare_bytes
 from .options import BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
-from .runs import Communication
+from .runs import Communication, communication_lines
 from .transforms import move_markers_ahead
 from .wrappers import WRAPPERS
 
@@ -167,9 +168,9 @@ class Backend:
         passes = bind_options(options)
         adds_sums = options.codegen == "eager" or not passes.ends_with_capture
         sums = add_sums(gm, inputs) if adds_sums else ()
-        facts = read_facts(gm, inputs, module)
+        unit = unit_of(module)
+        facts = replace(read_facts(gm, inputs, module, unit), fuses=options.codegen == "inductor")
         refuse_writes(gm, facts)
-        facts = replace(facts, fuses=options.codegen == "inductor")
         request = CompileRequest(
             number=self._compiles,
             options=options,
@@ -177,6 +178,7 @@ class Backend:
             mode=mode,
             capture=capture,
             module=module,
+            unit=unit,
             inputs=inputs,
             facts=facts,
             sums=sums,

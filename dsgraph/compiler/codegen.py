@@ -35,9 +35,9 @@ from dsgraph.passes.runner.partitioner import source_hash
 from dsgraph.passes.zero.await_copies import AwaitCopies
 from dsgraph.utils.errors import OptionError
 
-from .capture import normalize_markers
 from .options import BackendOptions, mode_settings
 from .request import CompileOutcome, CompileWatch
+from .transforms import normalize_markers
 
 # The hooks through which Inductor takes the passes; options["inductor"] cannot use them as well.
 _HOOKS = ("custom_partitioner_fn", "joint_custom_post_pass")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from dsgraph.partitioning.blocks.unit import WHOLE_MODEL, Unit
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord, Pipeline
 from dsgraph.passes.ir.user_source import short_path
 from dsgraph.ranks.agreement import Agreement
@@ -31,6 +32,7 @@ class CompileRequest:
         mode: One of Inductor's modes.
         capture: The origin of the graph.
         module: The module that is being called; None where there is none.
+        unit: The unit of a step that the graph is part of.
         inputs: The graph's.
         facts: The facts that passes may use.
         costs: One line that says if the costs that passes use are measured or defaults.
@@ -59,6 +61,7 @@ class CompileRequest:
     sums: tuple[int, ...] = ()
     input_names: tuple[str, ...] = ()
     limit_gap: str = ""
+    unit: Unit = WHOLE_MODEL
     communication: Communication = field(default_factory=Communication)
 
     @property

@@ -1,9 +1,9 @@
-"""Comparison of each run of a compiled graph between ranks, forward and backward, before its collectives."""
+"""Comparison of a compiled graph between ranks: of its communication, and of each run before its collectives."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from dsgraph.compat.autograd import compiled_backwards
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.passes import CaptureFacts
+from dsgraph.passes.core.collective_order import name_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
-from dsgraph.passes.ir.graph import all_graph_modules, is_gather_marker
+from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.ranks.eager_agreement import eager_agreements
 from dsgraph.ranks.mesh import axis_group, mesh_ranks, shard_dim
@@ -110,3 +112,51 @@ def compare_runs(
             agreement.confirm(intent("runs the compiled backward", names), waits=True)
 
     return run
+
+
+def communication_lines(
+    gm: GraphModule, facts: CaptureFacts, parameters: Mapping[int, str], *, training: bool
+) -> list[str]:
+    """Return one line for each marker and each of the user's own collectives, and one for each parameter.
+
+    The lines are in program order, and equal on all ranks.
+
+    Args:
+        gm: The captured graph.
+        facts: What is known of it.
+        parameters: Input number -> full name.
+        training: True if gradients are reduced.
+    """
+    names = {axis.group: axis.name for axis in facts.axes}
+    numbers = {node: number for number, node in enumerate(placeholders(gm))}
+    lines = [f"training={training}"]
+    for module in all_graph_modules(gm):
+        for node in module.graph.nodes:
+            if is_gather_marker(node):
+                (shard,) = node.args[0].all_input_nodes or [node.args[0]]
+                whose = parameters.get(numbers.get(shard, -1), "")
+                lines.append(_describe_marker(node, names) + f", of {whose!r}" * bool(whose))
+            elif is_collective(node):
+                call = bound_arguments(node)
+                group = name_on_all_ranks(call.get("group_name", ""), names)
+                lines.append(f"{node.target} {_shape(node.all_input_nodes[0])} over {group}")
+    return [*lines, *(f"reads {name!r}" for name in parameters.values())]
+
+
+def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
+    _, gathered_copy, shape, *_ = node.args
+    call: dict[str, Any] = dict(node.kwargs)
+    axis = axis_names.get(call["group"]) or "nothing"
+    outer = [axis_names.get(group, group) for group in call["outer_groups"]]
+    kept = "" if gathered_copy is None else ", gathered copy kept"
+    added = ", with an accumulated gradient" if call.get("adds_sum") else ""
+    reduction = f", gradient reduced by {call['reduction']}" if "reduction" in call else ""
+    return (
+        f"gather_param {shape} {call['dtype']} over {axis}, gradient in {call['reduce_dtype']} over {outer} besides"
+        f"{added}{reduction}{kept}"
+    )
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""

@@ -29,6 +29,8 @@ class CaptureFacts:
         axes: The mesh axes of its parameters.
         params: Input number of the captured graph -> parameter.
         roles: Input number of the captured graph -> its role.
+        block_params: Input number of the captured graph -> parameter, for full parameters of a repeated block: its plan
+            gathers them before the graph runs, and reduces their gradients afterwards.
         costs: The cost model; None for the defaults of the device.
         memory_limit: See `MemoryBudget.limit`.
         keep_bytes: See `MemoryBudget.to_keep`.
@@ -47,6 +49,7 @@ class CaptureFacts:
     axes: tuple[MeshAxis, ...] = ()
     params: Mapping[int, ParameterSpec] = field(default_factory=lambda: MappingProxyType({}))
     roles: Mapping[int, GraphInput] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
+    block_params: Mapping[int, ParameterSpec] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     costs: CostModel | None = None
     memory_limit: int | None = None
     keep_bytes: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -31,8 +31,12 @@ class GraphInput:
         role: Its role.
         parameter: The `ParameterSpec.name` of the parameter that it belongs to; empty if it belongs to none.
         slice_group: The group of a tensor-parallel parameter; empty for others.
+        model_name: The name of `parameter` in the partitioned model. In a graph that equal blocks may share, `*` stands
+            for the number of the block: "layers.*.up.weight". Dumps and reports show it. It is not part of cache keys,
+            so no pass may decide by it.
     """
 
     role: InputRole
     parameter: str = ""
     slice_group: str = ""
+    model_name: str = field(default="", compare=False, repr=False)

@@ -80,9 +80,8 @@ class BlockPlan:
     _reductions: list[RunningReduction] = field(default_factory=list)
 
     def ran(self) -> list[BlockCopies]:
-        """Return the blocks that ran as frames in the last forward."""
-        last = self._seen or self._order
-        return [block for block in self.blocks if block in last]
+        """Return the blocks that ran as frames in the last forward, in their order."""
+        return list(self._seen or self._order)
 
     @unseen_by_modes
     def begin(self, block: BlockCopies) -> None:

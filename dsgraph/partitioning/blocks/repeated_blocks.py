@@ -72,7 +72,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Module
             continue
         structures: dict[Hashable, dict[str, nn.Module]] = {}
         for key, block in module.named_children():
-            structures.setdefault(_structure(block), {})[key] = block
+            structures.setdefault(structure_of(block), {})[key] = block
         blocks = {key: block for same in structures.values() if len(same) > 1 for key, block in same.items()}
         blocks = {key: block for key, block in blocks.items() if _computes(block)}
         if blocks:
@@ -95,7 +95,8 @@ def _computes(block: nn.Module) -> bool:
     return not type(block).__module__.startswith("torch.") or any(True for _ in block.children())
 
 
-def _structure(block: nn.Module) -> Hashable:
+def structure_of(block: nn.Module) -> Hashable:
+    """Return what equal blocks have in common: classes of modules, and names, shapes and dtypes of tensors."""
     parts = tuple((name, plain_class(module)) for name, module in block.named_modules())
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     buffers = tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in block.named_buffers())
