@@ -37,7 +37,8 @@ from benchmarks.memory_cases import CASES
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine
 from benchmarks.workers import WorkerError, Workers
 from dsgraph.passes import GraphPass, PassContext, PassResult, Phase
-from dsgraph.passes.analysis.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
+from dsgraph.passes.analysis.pair_memory import PairMemory, pair_memory
+from dsgraph.passes.analysis.step_memory import StepMemory, simulate_step
 
 WORLD = 2  # ranks
 CODEGENS = ("eager", "inductor")

@@ -518,7 +518,7 @@ OFFLOAD = (
     ),
     Mutant(
         *("prediction-by-bytes", "dsgraph/compiler/capture.py", "missing step"),
-        *("_state_tier", "state_share(state)", "state.arguments.offload.optimizer_ratio"),
+        *("state_tier", "state_share(state)", "state.arguments.offload.optimizer_ratio"),
         killers=("tests/offload/test_predicted_memory.py",),
     ),
     Mutant(
@@ -663,6 +663,26 @@ BLOCKS = (
         *("chosen-codegen-ignored", "dsgraph/compiler/around_blocks.py", "missing check"),
         *("options_of_graph", '"codegen" in options.model_fields_set or ', ""),
         killers=("tests/compiler/test_around_blocks.py",),
+    ),
+    Mutant(
+        *("blocks-of-other-shapes-share", "dsgraph/partitioning/blocks/unit.py", "missing check"),
+        *("_blocks_around", " if structure_of(inner) == own", ""),
+        killers=("tests/partitioning/blocks/test_unit.py",),
+    ),
+    Mutant(
+        *("step-without-the-block-ahead", "passes/analysis/block_memory.py", "missing term"),
+        *("PlanMemory.forward", "self._ahead and at >= 0", "False"),
+        killers=("tests/passes/analysis/test_block_memory.py",),
+    ),
+    Mutant(
+        *("copies-of-blocks-are-data", "passes/analysis/step_memory.py", "missing check"),
+        *("_Step._hand_over", ", pair.block_inputs", ""),
+        killers=("tests/tools/reporting/test_units.py",),
+    ),
+    Mutant(
+        *("block-runs-the-newest-graph", "dsgraph/tools/dumping/units.py", "missing check"),
+        *("_graphs_of", "if block in compiles", "if False"),
+        killers=("tests/tools/dumping/test_units.py",),
     ),
     Mutant(
         *("light-blocks-run-as-they-are", "dsgraph/compiler/frames.py", "missing check"),
@@ -1173,7 +1193,7 @@ MEMORY = (
         killers=("tests/passes/analysis/test_step_memory.py",),
     ),
     Mutant(
-        *("states-of-generators-are-outputs", "passes/analysis/step_memory.py", "missing step"),
+        *("states-of-generators-are-outputs", "passes/analysis/pair_memory.py", "missing step"),
         *("_saved", "len(sources) == len(states)", "not states"),
         killers=("tests/passes/analysis/test_step_memory.py",),
     ),

@@ -16,7 +16,8 @@ from typing_extensions import Self
 
 from dsgraph.passes.analysis.budget import MemoryBudget
 from dsgraph.passes.analysis.cost import CostModel
-from dsgraph.passes.analysis.step_memory import PairMemory, StepMemory, pair_memory, simulate_step
+from dsgraph.passes.analysis.pair_memory import PairMemory, pair_memory
+from dsgraph.passes.analysis.step_memory import StepMemory, simulate_step
 from dsgraph.passes.compat import (
     CustomGraphPass,
     CustomPartitionerFn,

@@ -22,8 +22,9 @@ from dsgraph.parallel.planning.gpus import NodeGpu
 from dsgraph.parallel.planning.layout import ModelShape, RankLayout, TrainingSetup
 from dsgraph.parallel.planning.layout_plan import plan
 from dsgraph.partitioning.partition import partition
+from dsgraph.passes.analysis.pair_memory import PairMemory
 from dsgraph.passes.analysis.states import shard_bytes
-from dsgraph.passes.analysis.step_memory import PairMemory, simulate_step
+from dsgraph.passes.analysis.step_memory import simulate_step
 from dsgraph.tools.emission.harness import fake_ranks
 from dsgraph.tools.reporting.report_observer import ReportObserver
 from dsgraph.utils.errors import LayoutError

@@ -6,7 +6,7 @@ import itertools
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dsgraph.compat.compiled import compile_metrics
 from dsgraph.compiler.frames import Capture, SourceLine, SourceLines, first_sentences, guard_of, is_torchs
+from dsgraph.partitioning.blocks.unit import Unit
 from dsgraph.passes import PassRecord
-from dsgraph.passes.analysis.step_memory import PairMemory
+from dsgraph.passes.analysis.pair_memory import PairMemory
 from dsgraph.passes.ir.user_source import OWN_FOLDER
 
 from .measure import Activations, IgnoredTag, LoweredGraph
@@ -30,9 +31,13 @@ class CompileEntry:
         capture: Where the graph came from.
         module: id of the module that was being called; 0 where there was none.
         module_type: Its class; equal layers share one, and one graph.
+        unit: The unit of a step that it is part of.
+        parameters: The parameters that it reads: name in the called module -> name in the partitioned model, which is
+            empty for others; see `GraphInput.model_name`.
         codegen: "inductor" or "eager".
+        in_step: True if gradients were enabled, so that a training step runs it.
         training: True if gradients were enabled and an input needed one.
-        reduces: True if it contains markers of parameters, so that its backward reduces their gradients.
+        reduces: True if its backward reduces gradients of parameters, or leaves that to the plan of the blocks.
         reads_held: True if it reads gathered copies that stage 3 holds for a step under `accumulate`.
         from_cache: True if it came from AOTAutograd's cache, so that the passes after the capture did not run.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
@@ -52,7 +57,10 @@ class CompileEntry:
     capture: Capture
     module: int
     module_type: type | None
+    unit: Unit
+    parameters: Mapping[str, str]
     codegen: str
+    in_step: bool
     training: bool
     reduces: bool
     reads_held: bool

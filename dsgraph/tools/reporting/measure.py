@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dsgraph.compat.inductor import runs_as_it_is
 from dsgraph.compiler.frames import SourceLine, user_line
 from dsgraph.passes import CaptureFacts, PassContext, Phase
-from dsgraph.passes.analysis.step_memory import PairMemory, pair_memory
-from dsgraph.passes.compat import OpOverload, is_tangent
+from dsgraph.passes.analysis.pair_memory import PairMemory, pair_memory
+from dsgraph.passes.compat import OpOverload, captured_input, is_tangent
 from dsgraph.passes.core.notes import parameter_behind
 from dsgraph.passes.ir.coalesced import collective_behind, is_result
 from dsgraph.passes.ir.collectives import is_collective, is_gather
@@ -90,6 +90,7 @@ class Measurements:
     Attributes:
         facts: Facts of the graph that is compiled.
         with_inductor: Whether Inductor will compile the graphs, so that ops without a lowering count.
+        in_step: True if gradients are enabled, so that a training step runs the graph.
         graphs: Those that have been through their passes.
         activations: What passes from forward to backward; None before the backward graph exists, or without one.
         memory: Of the two graphs; None before the backward graph exists, or without one.
@@ -99,6 +100,7 @@ class Measurements:
 
     facts: CaptureFacts
     with_inductor: bool
+    in_step: bool
     graphs: list[LoweredGraph] = field(default_factory=list)
     activations: Activations | None = None
     memory: PairMemory | None = None
@@ -123,27 +125,35 @@ class Measurements:
         if phase is Phase.FORWARD:
             self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes if not is_result(node)}
             self._forward_graph = None if ctx.inference else (gm, ctx)  # until the backward is there
+            if ctx.inference and self.in_step:
+                self.memory = self._memory(gm, None, ctx)
         else:
             assert self._forward_graph is not None
             forward, its_ctx = self._forward_graph
             self.activations = self._activations(gm, forward, its_ctx)
-            self.memory = pair_memory(
-                forward,
-                gm,
-                params=its_ctx.params,
-                roles=its_ctx.roles,
-                axes=its_ctx.axes,
-                fused=self.with_inductor,
-                keeps_outputs=self.facts.keeps_limit,
-                unread=self.facts.unread,
-                unread_copies=self.facts.unread_copies,
-            )
+            self.memory = self._memory(forward, gm, its_ctx)
             self._forward_graph = None
             self.ignored_tags = tuple(
                 IgnoredTag(node.name, self._tagged[node.name], nbytes(node.meta.get("val")))
                 for node in _saved_values(gm)
                 if node.name in self._tagged
             )
+
+    def _memory(self, forward: GraphModule, backward: GraphModule | None, ctx: PassContext) -> PairMemory:
+        facts = self.facts
+        read = (node for node in placeholders(forward) if captured_input(node) in facts.block_params)
+        return pair_memory(
+            forward,
+            backward,
+            params=ctx.params,
+            roles=ctx.roles,
+            axes=ctx.axes,
+            fused=self.with_inductor,
+            keeps_outputs=facts.keeps_limit,
+            unread=facts.unread,
+            unread_copies=facts.unread_copies,
+            block_inputs=frozenset(node.name for node in read),
+        )
 
     def _activations(self, backward: GraphModule, forward: GraphModule, ctx: PassContext) -> Activations:
         saved: list[Node] = []

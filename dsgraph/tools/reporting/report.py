@@ -24,10 +24,12 @@ from .activity import (
     regions_of,
 )
 from .compile_log import CompileEntry, CompileLog
+from .predicted_memory import predict_memory
 from .report_record import Compile, Parameter, Pass, ReportRecord
-from .step import measure_step, predict_memory
+from .step import measure_step
 from .text import write_report
 from .traffic import nbytes
+from .units import list_units, plan_of
 
 SCHEMA = 1
 
@@ -68,6 +70,7 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
     records = log.of(_objects_of(model, states))
     compiled = tuple(_compile(record) for record in records)
     fallbacks = fallbacks_of(model, states, records, log)
+    memory, unknown = predict_memory(model, states, records)
     return Report(
         schema=SCHEMA,
         model=type(model).__name__,
@@ -77,8 +80,11 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
         costs="; ".join(dict.fromkeys(record.costs for record in records)),
         parameters=tuple(_parameter(entry, state, of=states) for state in states for entry in state.parameters),
         compiles=compiled,
+        units=list_units(model, states, records),
+        plan=plan_of(states),
         step=measure_step(model, states, records),
-        memory=predict_memory(model, records),
+        memory=memory,
+        memory_unknown=unknown,
         memory_limit=min((item.memory_limit for item in records if item.memory_limit is not None), default=None),
         limit_gaps=tuple(dict.fromkeys(_limit_gaps(states, records, fallbacks))),
         graph_breaks=graph_breaks_of(records, log),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import GraphModule
 
 from dsgraph.compiler.frames import Capture
@@ -53,7 +54,9 @@ class _Measuring(CompileWatch):
     def __init__(self, log: CompileLog, request: CompileRequest) -> None:
         self._log = log
         self._request: CompileRequest | None = request  # until it is compiled: it holds the model
-        self._measured = Measurements(request.facts, with_inductor=request.options.codegen == "inductor")
+        self._measured = Measurements(
+            request.facts, with_inductor=request.options.codegen == "inductor", in_step=torch.is_grad_enabled()
+        )
 
     def joint(self, gm: GraphModule) -> None:
         """Read the checkpoint regions."""
@@ -83,9 +86,12 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         capture=request.capture,
         module=id(request.module) if request.module is not None else 0,
         module_type=type(request.module) if request.module is not None else None,
+        unit=request.unit,
+        parameters={item.parameter: item.model_name for item in request.facts.roles.values() if item.parameter},
         codegen=request.options.codegen,
+        in_step=measured.in_step,
         training=request.trains,
-        reduces=bool(request.facts.params),
+        reduces=bool(request.facts.params or request.facts.block_params),
         reads_held=any(p.zero.copy_lifetime is CopyLifetime.USE for p in partitions_among(request.inputs)),
         from_cache=outcome.from_cache,
         unidentified=outcome.unidentified,

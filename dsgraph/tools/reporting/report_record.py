@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from .activity import Break, Fallback, PassNote, Recompile, Region
 from .measure import Activations, LoweredGraph
-from .step import Memory, StepTraffic
+from .predicted_memory import Memory
+from .step import StepTraffic
+from .units import Plan, Unit
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,11 @@ class ReportRecord:
         costs: Says if the costs that passes decided by are measured or defaults; empty before the first compile.
         parameters: All partitioned parameters.
         compiles: Every graph that was compiled, in order.
+        units: The units of a training step in order: repeated blocks with their graphs, and what is around them.
+        plan: The plan by which blocks of stage 3 are gathered; None if none ran as graphs of their own.
         step: What a rank sends in a training step.
         memory: What a rank is predicted to hold in one; None where it is not known.
+        memory_unknown: Why it is not known; empty if it is, and if nothing has run with gradients.
         memory_limit: Bytes of the device that a step may use, the option's or the default; None without a limit.
         limit_gaps: Why a given limit cannot be promised; empty if it can.
         graph_breaks: Where Dynamo had to end a graph.
@@ -119,8 +124,11 @@ class ReportRecord:
     costs: str
     parameters: tuple[Parameter, ...]
     compiles: tuple[Compile, ...]
+    units: tuple[Unit, ...]
+    plan: Plan | None
     step: StepTraffic
     memory: Memory | None
+    memory_unknown: str
     memory_limit: int | None
     limit_gaps: tuple[str, ...]
     graph_breaks: tuple[Break, ...]

@@ -5,20 +5,18 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-
-from tabulate import tabulate
 
 from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.passes.memory.offload import OffloadActivations
 from dsgraph.tools.dumping.render import bytes_text
 
 from .activity import PassNote
+from .layout import WIDTH, fit, short, table, wrap
 from .measure import Activations
+from .predicted_memory import Memory
 from .report_record import Compile, Parameter, ReportRecord
-from .step import Memory
+from .units_text import write_units
 
-_WIDTH = 100
 _OFFLOADED = OffloadActivations().name
 
 
@@ -27,16 +25,17 @@ def write_report(report: ReportRecord) -> str:
     sections = [
         _head(report),
         _parameters(report.parameters),
+        write_units(report),
         _compiles(report.compiles),
         _passes(report.compiles),
         _step(report),
         _activations(report.compiles),
         _memory(report),
-        _list("graph breaks", [(f"at {_short(item.place)}", item.reason) for item in report.graph_breaks]),
+        _list("graph breaks", [(f"at {short(item.place)}", item.reason) for item in report.graph_breaks]),
         _list(
             "recompiles",
             [
-                (f"compile {item.compile}: {_short(item.function)}, time {item.times}", item.reason)
+                (f"compile {item.compile}: {short(item.function)}, time {item.times}", item.reason)
                 for item in report.recompiles
             ],
         ),
@@ -44,7 +43,7 @@ def write_report(report: ReportRecord) -> str:
             "fallbacks",
             [
                 (
-                    f"{item.kind}: {item.what}, {item.count} x" + (f", {_short(item.place)}" * bool(item.place)),
+                    f"{item.kind}: {item.what}, {item.count} x" + (f", {short(item.place)}" * bool(item.place)),
                     item.reason,
                 )
                 for item in report.fallbacks
@@ -58,7 +57,7 @@ def write_report(report: ReportRecord) -> str:
             "checkpoint regions",
             [
                 (
-                    _short(item.place),
+                    short(item.place),
                     item.problem + ("" if item.saved_bytes is None else f" ({bytes_text(item.saved_bytes)})"),
                 )
                 for item in report.checkpoint_regions
@@ -89,7 +88,7 @@ def _head(report: ReportRecord) -> str:
     mesh = ", ".join(f"{name} {count}" for name, count in report.mesh.items())
     stages = ", ".join(str(stage) for stage in sorted(set(report.stages)))
     where = f" (ZeRO stage {stages}; mesh: {mesh})" if report.stages else ""
-    return _wrap(
+    return wrap(
         f"dsgraph report of {report.model}{where}", report.status, *([f"costs: {report.costs}"] if report.costs else [])
     )
 
@@ -112,10 +111,10 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
         )
         for kind, members in groups.items()
     ]
-    lines = ["parameters", _table(rows, ("", "count", "full", "on this rank", "gathered copy"))]
+    lines = ["parameters", table(rows, ("", "count", "full", "on this rank", "gathered copy"))]
     held = [item.name for item in parameters if item.is_held_for_step]
     if held:
-        lines.append(_wrap(f"gathered once per step inside accumulate: {', '.join(held)}"))
+        lines.append(wrap(f"gathered once per step inside accumulate: {', '.join(held)}"))
     return "\n".join(lines)
 
 
@@ -130,14 +129,14 @@ def _compiles(compiles: Sequence[Compile]) -> str:
         rows.append(
             (
                 item.number,
-                _fit(_short(item.function) + after, 30),
+                fit(short(item.function) + after, 30),
                 item.kind,
                 made,
                 graphs,
                 f"{1000 * item.pass_seconds:.0f} + {1000 * item.verify_seconds:.0f} ms",
             )
         )
-    return "compiles\n" + _table(rows, ("", "function", "mode", "codegen", "nodes", "passes, checks"))
+    return "compiles\n" + table(rows, ("", "function", "mode", "codegen", "nodes", "passes, checks"))
 
 
 def _passes(compiles: Sequence[Compile]) -> str:
@@ -155,7 +154,7 @@ def _passes(compiles: Sequence[Compile]) -> str:
         if one.changed or one.nodes_before != one.nodes_after
     ]
     idle = sum(len(item.passes) for item in compiles) - len(rows)
-    lines = [_table(rows, ("compile", "phase", "pass", "changed", "nodes", "ms"))] if rows else []
+    lines = [table(rows, ("compile", "phase", "pass", "changed", "nodes", "ms"))] if rows else []
     if idle:
         lines.append(f"{idle} runs of passes changed nothing")
     return "\n".join(["passes", *lines]) if lines else ""
@@ -165,10 +164,10 @@ def _step(report: ReportRecord) -> str:
     step = report.step
     rows = [
         (
-            _fit(part.where, 32),
+            fit(part.where, 32),
             part.times,
-            _fit(item.kind, 24),
-            _fit(item.axis, 12),
+            fit(item.kind, 24),
+            fit(item.axis, 12),
             item.count,
             bytes_text(item.sent_bytes),
         )
@@ -183,7 +182,7 @@ def _step(report: ReportRecord) -> str:
         how = "accumulate(reduce_once=True)" if 2 in report.stages and step.accumulated_reduces_once else "accumulate"
         lines.append(f"with {how}: {each} per micro-batch and {once} once per step")
     if rows:
-        lines.append(_table(rows, ("", "runs", "collective", "over", "calls", "sends")))
+        lines.append(table(rows, ("", "runs", "collective", "over", "calls", "sends")))
     return "\n".join(lines)
 
 
@@ -195,7 +194,7 @@ def _activations(compiles: Sequence[Compile]) -> str:
         for item in compiles
         if item.activations is not None and item.activations.kept_names
     ]
-    return "\n".join(["for the backward", _table(rows, heads), *map(_wrap, names)]) if rows else ""
+    return "\n".join(["for the backward", table(rows, heads), *map(wrap, names)]) if rows else ""
 
 
 def _activation_row(found: Activations) -> tuple[str, ...]:
@@ -210,9 +209,11 @@ def _activation_row(found: Activations) -> tuple[str, ...]:
 def _memory(report: ReportRecord) -> str:
     memory, limit = report.memory, report.memory_limit
     if memory is None:
-        return "" if limit is None else _wrap(_limit(limit, None, report.limit_gaps))
+        unknown = [f"predicted peak memory of a training step: not known, because {report.memory_unknown}"]
+        limits = [] if limit is None else [_limit(limit, None, report.limit_gaps)]
+        return wrap(*(unknown if report.memory_unknown else []), *limits)
     node = f" at {memory.node}" if memory.node else ""
-    return _wrap(
+    return wrap(
         f"predicted peak memory of a training step: {bytes_text(memory.peak)} in {memory.where}{node}",
         f"parts: {_amounts(memory.parts)}; assumes the optimizer is Adam",
         *(f"on {tier} {bytes_text(sum(parts.values()))}: {_amounts(parts)}" for tier, parts in memory.below.items()),
@@ -242,26 +243,5 @@ def _list(title: str, items: Iterable[tuple[str, str]]) -> str:
     lines = []
     for (what, why), count in Counter(items).items():
         again = f" ({count} x)" if count > 1 else ""
-        lines.append(textwrap.fill(f"- {what}{again}: {why}", _WIDTH, subsequent_indent="  "))
+        lines.append(textwrap.fill(f"- {what}{again}: {why}", WIDTH, subsequent_indent="  "))
     return "\n".join([title, *lines]) if lines else ""
-
-
-def _table(rows: Iterable[tuple[object, ...]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
-
-
-def _short(place: str) -> str:
-    """Return `/home/me/project/model.py:12 (f)` -> `project/model.py:12 (f)`."""
-    head, separator, tail = place.partition(":")
-    return str(Path(*Path(head).parts[-2:])) + separator + tail
-
-
-def _fit(text: str, width: int) -> str:
-    """Return the text, shortened at its front except for "forward of" and "backward of"."""
-    head = next((head for head in ("forward of ", "backward of ") if text.startswith(head)), "")
-    rest, room = text.removeprefix(head), width - len(head)
-    return text if len(text) <= width else f"{head}...{rest[len(rest) - room + 3 :]}"
-
-
-def _wrap(*lines: str) -> str:
-    return "\n".join(textwrap.fill(line, _WIDTH) for line in lines)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import resolve_group, size_hint
+from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
@@ -92,7 +93,12 @@ def block_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     The last block stays between the two. Without blocks that have run as graphs of their own there is none.
     """
     blocks = state.plan.ran()
-    return _gathers(state, (entry for block in blocks + blocks[:-1] for entry in block.entries), "gather of blocks")
+    return add_up(item for block in blocks + blocks[:-1] for item in gather_of_block(state, block))
+
+
+def gather_of_block(state: PartitionState, block: BlockCopies) -> tuple[Traffic, ...]:
+    """Return the traffic of gathering the parameters of a repeated block once."""
+    return _gathers(state, block.entries, "gather of blocks")
 
 
 def _gathers(
@@ -116,7 +122,12 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 
 def reduced_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """Return the traffic of reducing the gradients of repeated blocks, between their graphs, in a backward."""
-    return add_up(item for block in state.plan.ran() for item in _reductions(state, block.trained()))
+    return add_up(item for block in state.plan.ran() for item in reduction_of_block(state, block))
+
+
+def reduction_of_block(state: PartitionState, block: BlockCopies) -> tuple[Traffic, ...]:
+    """Return the traffic of reducing the gradients of a repeated block."""
+    return _reductions(state, block.trained())
 
 
 def _reductions(state: PartitionState, trained: Iterable[ParameterState]) -> tuple[Traffic, ...]:

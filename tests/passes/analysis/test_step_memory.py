@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import dsgraph
 from dsgraph.passes import GraphPass, ParameterSpec, PassContext, PassResult, Phase
 from dsgraph.passes.analysis.memory import simulate
-from dsgraph.passes.analysis.step_memory import PARTS, PairMemory, pair_memory, simulate_step
+from dsgraph.passes.analysis.pair_memory import PairMemory, pair_memory
+from dsgraph.passes.analysis.step_memory import PARTS, simulate_step
 from tests.passes.tracing import trace
 
 F32 = 4  # bytes

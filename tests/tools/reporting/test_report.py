@@ -522,8 +522,18 @@ def test_it_fits_the_screen_and_json(fake_ranks):
     given = report.to_dict()
     assert json.loads(json.dumps(given)) == given
     assert list(given) == [
-        *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "step", "memory"),
-        *("memory_limit", "limit_gaps", "graph_breaks", "recompiles", "fallbacks", "near_misses", "checkpoint_regions"),
+        *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "units", "plan", "step"),
+        *(
+            "memory",
+            "memory_unknown",
+            "memory_limit",
+            "limit_gaps",
+            "graph_breaks",
+            "recompiles",
+            "fallbacks",
+            "near_misses",
+            "checkpoint_regions",
+        ),
     ]
 
 

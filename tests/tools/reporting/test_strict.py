@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.tools.reporting.text import _fit
+from dsgraph.tools.reporting.layout import fit
 from tests.names import reported
 from tests.tools.reporting.test_report import (
     EAGER,
@@ -159,5 +159,5 @@ def test_strict_names_the_users_line_where_torchs_module_is_compiled(fake_ranks)
 
 
 def test_a_cut_name_keeps_its_phase():
-    assert _fit("backward of a/very/long/path.py:12 (f)", 24) == "backward of ...py:12 (f)"
-    assert _fit("forward of f", 24) == "forward of f"
+    assert fit("backward of a/very/long/path.py:12 (f)", 24) == "backward of ...py:12 (f)"
+    assert fit("forward of f", 24) == "forward of f"
