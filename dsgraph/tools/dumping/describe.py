@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -16,7 +14,6 @@ from dsgraph.passes import PassContext, Phase
 from dsgraph.passes.analysis.cost import computed_dtype, flops, moved_bytes, sent_bytes
 from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
-from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, is_collective
@@ -25,7 +22,9 @@ from dsgraph.passes.ir.transfers import moved_tensor, starts_transfer, tier_of
 from dsgraph.passes.ir.user_source import user_source
 
 from .history import history
-from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, Size, TransferRecord, ValueRecord
+from .node_text import call_text, module_path, size_of, target_text, tensors_in
+from .parameter_names import ParameterNames
+from .records import BodyRecord, CollectiveRecord, NodeRecord, PieceRecord, TransferRecord, ValueRecord
 
 # The phases whose graphs run; captured and joint graphs are only on the way there.
 _RUNNING = (Phase.PAIR, Phase.FORWARD, Phase.BACKWARD)
@@ -36,8 +35,12 @@ class Describer:
     """Describes the graphs of one compile. What stays the same from pass to pass is worked out once.
 
     It makes few objects that live on: each brings the next collection of garbage in the whole program nearer.
+
+    Attributes:
+        names: Names of parameters in the model.
     """
 
+    names: ParameterNames = field(default_factory=ParameterNames)
     _known: dict[Node, tuple[Any, ...]] = field(default_factory=dict)
     _places: dict[str, tuple[str, str]] = field(default_factory=dict)
     _values: dict[int, tuple[Tensor, ValueRecord]] = field(default_factory=dict)
@@ -50,7 +53,8 @@ class Describer:
         """
         around = _Around(
             ctx=ctx,
-            reduced=_reduced_parameters(gm, ctx),
+            reduced=_reduced_parameters(gm, ctx, self.names),
+            names=self.names,
         )
         return tuple(self._node(node, around) for node in gm.graph.nodes)
 
@@ -83,14 +87,14 @@ class Describer:
             return found
         ctx = around.ctx
         changes: dict[str, Any] = {"shares": root}
-        if node.op == "placeholder" and node.name in ctx.params:
-            changes["parameter"] = ctx.params[node.name].name
+        if node.op == "placeholder":
+            changes["parameter"] = self.names.of_input(node, ctx)
         elif node.op == "output":
-            changes["gradients"] = {str(number): name for number, name in ctx.gradients.items()}
+            changes["gradients"] = self.names.of_gradients(node, ctx)
         elif is_collective(node):
             changes["collective"] = _collective(node, around)
         elif starts_transfer(node):
-            changes["transfer"] = _transfer(node, ctx)
+            changes["transfer"] = _transfer(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
             operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
             seconds = around.ctx.costs.kernel_seconds(operations, moved, dtype=computed_dtype(node))
@@ -106,10 +110,10 @@ class Describer:
         return NodeRecord(
             name=node.name,
             op=node.op,
-            target=_target(node),
-            args=_call_text(node),
+            target=target_text(node),
+            args=call_text(node),
             inputs=tuple(source.name for source in node.all_input_nodes),
-            values=tuple(map(self._value, _tensors(value))),
+            values=tuple(map(self._value, tensors_in(value))),
             module=self._module(node),
             source=source,
             code=code,
@@ -122,7 +126,7 @@ class Describer:
         if id(tensor) not in self._values:  # its sizes take longer to read than all the rest
             size = tensor_bytes(tensor)
             record = ValueRecord(
-                shape=tuple(map(_size, tensor.shape)),
+                shape=tuple(map(size_of, tensor.shape)),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 device=str(tensor.device),
                 bytes=size if isinstance(size, int) else str(size),
@@ -142,7 +146,7 @@ class Describer:
             return ""
         path = str(stack[next(reversed(stack))][0])
         if path not in self._modules:
-            self._modules[path] = _module_path(path)
+            self._modules[path] = module_path(path)
         return self._modules[path]
 
 
@@ -152,6 +156,7 @@ class _Around:
 
     ctx: PassContext
     reduced: Mapping[Node, tuple[str, ...]]
+    names: ParameterNames
     roots: dict[Node, str] = field(default_factory=dict)  # of the nodes before
 
 
@@ -160,7 +165,7 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
     axis = next((axis for axis in around.ctx.axes if axis.group == group), None)
     sent = sent_bytes(node, axis.size) if axis is not None else None
     waits = _waits(node)
-    gathered = _gathered_parameters(node, around.ctx)
+    gathered = tuple(map(around.names.in_model, _gathered_parameters(node, around.ctx)))
     return CollectiveRecord(
         kind=collective_kind(node),
         group=group,
@@ -173,16 +178,17 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
     )
 
 
-def _transfer(node: Node, ctx: PassContext) -> TransferRecord:
+def _transfer(node: Node, around: _Around) -> TransferRecord:
+    ctx = around.ctx
     moved = moved_tensor(node)
     size, tier = number_of(moved, tensor_bytes(fake_value(moved))), tier_of(node)
-    rows = [ctx.params[item.name].name for item in node.all_input_nodes if item.name in ctx.params]
+    read = [ctx.params[item.name].name for item in node.all_input_nodes if item.name in ctx.params]
     return TransferRecord(
         kind=str(node.target).split(".")[1],
         tier=tier,
         bytes=size,
         seconds=ctx.costs.tier_seconds(tier, size),
-        parameters=tuple(rows),
+        parameters=tuple(map(around.names.in_model, read)),
     )
 
 
@@ -201,7 +207,7 @@ def _gathered_parameters(node: Node, ctx: PassContext) -> tuple[str, ...]:
     return tuple(ctx.params[name].name for name in sources if name in ctx.params)
 
 
-def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[str, ...]]:
+def _reduced_parameters(gm: GraphModule, ctx: PassContext, names: ParameterNames) -> dict[Node, tuple[str, ...]]:
     """Return each collective on the way to a gradient, with the parameters of those gradients."""
     found: dict[Node, tuple[str, ...]] = {}
     (output,) = gm.graph.find_nodes(op="output")
@@ -214,7 +220,7 @@ def _reduced_parameters(gm: GraphModule, ctx: PassContext) -> dict[Node, tuple[s
                 continue
             seen.add(node)
             if is_collective(node):
-                found[node] = (*found.get(node, ()), name)
+                found[node] = (*found.get(node, ()), names.in_model(name))
             if _is_after_reduction(node):
                 frontier += node.all_input_nodes
     return found
@@ -240,58 +246,3 @@ def pieces(memory: GraphMemory) -> tuple[PieceRecord, ...]:
         for piece in memory.pieces
         if piece.bytes
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [item for item in value if isinstance(item, Tensor)] if isinstance(value, (list, tuple)) else []
-
-
-def _size(size: Any) -> Size:
-    return size if type(size) is int else str(size)
-
-
-def _target(node: Node) -> str:
-    target = node.target
-    if isinstance(target, str):
-        return target
-    if isinstance(target, OpOverload):
-        return str(target)
-    name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__name__))
-    module = getattr(target, "__module__", None) or ""
-    module = {"_operator": "operator", "torch._VariableFunctions": "torch"}.get(module, module)
-    return f"{module}.{name}" if module else str(name)
-
-
-def _call_text(node: Node) -> str:
-    if node.op == "output":
-        return _text(node.args[0] if node.args else ())
-    parts = [_text(value) for value in node.args]
-    parts += [f"{name}={_text(value)}" for name, value in node.kwargs.items()]
-    return ", ".join(parts)
-
-
-def _text(value: Any) -> str:
-    """Return an argument as Python text; `%name` for a node. A tensor or an unknown object is only described."""
-    if isinstance(value, Node):
-        return f"%{value.name}"
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(map(_text, value))
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, slice):
-        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat)):
-        return str(value)
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return repr(value)
-    if isinstance(value, OpOverload):
-        return f"torch.ops.{value}"
-    return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
-
-
-def _module_path(path: str) -> str:
-    path = re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
-    return re.sub(r"\.?_modules\['([^']*)'\]", r".\1", path).strip(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch.fx import GraphModule
 
 from dsgraph.compiler.frames import Capture
@@ -39,7 +40,10 @@ class _Dumping(CompileWatch):
         self._folder = folder
         self._options = request.options
         self._facts = request.facts
-        self._function = request.function
+        after = f" after line {request.capture.resumes_at}" if request.capture.resumes_at else ""
+        self._function = f"{request.function}{after}"
+        self._unit = request.unit
+        self._in_step = torch.is_grad_enabled()
         self._has_begun = False
         self._dump: GraphDump | None = None
 
@@ -53,6 +57,8 @@ class _Dumping(CompileWatch):
                 codegen=self._options.codegen,
                 strict=self._options.strict,
                 most=self._options.dump_compiles,
+                unit=self._unit,
+                in_step=self._in_step,
             )
         if self._dump is not None:
             self._dump.write(gm, ctx, number=number, record=record)

@@ -263,12 +263,13 @@ class ParameterRecord:
     """A parameter that `partition` manages.
 
     Attributes:
-        name: In the model.
+        name: In the model; `*` stands for the number of the block if several share the graph.
         shape: Full shape.
         shard_shape: Shape of this rank's rows.
         dtype: Of the shard.
         placement: "shard" or "whole".
         requires_grad: False for a frozen one.
+        is_planned: True if the plan of the blocks gathers it before the graph runs, and reduces its gradient.
     """
 
     name: str
@@ -277,6 +278,7 @@ class ParameterRecord:
     dtype: str
     placement: str
     requires_grad: bool
+    is_planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +295,11 @@ class CompileRecord:
         dsgraph: Version.
         torch: Version.
         codegen: Code generator.
-        function: The user's function, `file:line (name)`.
+        function: The user's function, `file:line (name)`, with the line of a graph break before the graph.
+        module: The module that is called, by its name in the model; empty for the model.
+        block: The repeated block that it is, or is inside of; empty outside blocks.
+        blocks: The blocks that may share the graph.
+        in_step: True if gradients were enabled, so that a training step runs it.
         axes: The mesh.
         parameters: In the order of the graph's inputs.
         steps: The passes in the order in which they ran.
@@ -309,6 +315,10 @@ class CompileRecord:
     torch: str
     codegen: str
     function: str = ""
+    module: str = ""
+    block: str = ""
+    blocks: tuple[str, ...] = ()
+    in_step: bool = True
     axes: tuple[AxisRecord, ...] = ()
     parameters: tuple[ParameterRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from dsgraph import __version__
+from dsgraph.partitioning.blocks.unit import WHOLE_MODEL, Unit
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord
 from dsgraph.utils.errors import StrictError
 from dsgraph.utils.files import write_whole
@@ -25,6 +26,7 @@ from dsgraph.utils.json_records import to_json_text
 from .contents import rank_folders, remove_compiles
 from .describe import Describer, memory_of, pieces
 from .history import Snapshot, note_changes
+from .parameter_names import ParameterNames
 from .records import (
     COMPILE_FORMAT,
     GRAPH_FORMAT,
@@ -61,7 +63,17 @@ class DumpFolder:
     compiles: int = 0
     _has_failed: bool = False
 
-    def begin(self, facts: CaptureFacts, *, codegen: str, strict: bool, most: int, of: str = "") -> GraphDump | None:
+    def begin(
+        self,
+        facts: CaptureFacts,
+        *,
+        codegen: str,
+        strict: bool,
+        most: int,
+        of: str = "",
+        unit: Unit = WHOLE_MODEL,
+        in_step: bool = True,
+    ) -> GraphDump | None:
         """Return the dump of one more compile; None when enough were written, or when writing has failed before.
 
         Args:
@@ -69,12 +81,15 @@ class DumpFolder:
             codegen: The code generator.
             strict: Whether a file system that refuses is an error.
             most: How many compiles are written.
-            of: The user's function.
+            of: The user's function, see `CompileRecord`.
+            unit: The unit of a step that the graph is part of.
+            in_step: True if gradients are enabled.
         """
         self.compiles += 1
         if self.compiles > most or (self._has_failed and not strict):
             return None
         rank, world = _rank_and_world()
+        names = ParameterNames(facts)
         record = CompileRecord(
             format=COMPILE_FORMAT,
             version=VERSION,
@@ -86,13 +101,17 @@ class DumpFolder:
             torch=torch.__version__,
             codegen=codegen,
             function=of,
+            module=unit.module,
+            block=unit.block,
+            blocks=unit.blocks,
+            in_step=in_step,
             axes=tuple(AxisRecord(axis.name, axis.size, axis.group, axis.backend) for axis in facts.axes),
-            parameters=tuple(_parameter(info) for info in facts.params.values()),
+            parameters=_parameters(facts, names),
         )
         place = self.folder / f"rank{rank}"
         if self.compiles == 1:
             self.attempt(partial(self._remove_older, rank, world), strict=strict)
-        return GraphDump(self, place / f"compile{self.compiles}", record, strict=strict)
+        return GraphDump(self, place / f"compile{self.compiles}", record, Describer(names), strict=strict)
 
     def _remove_older(self, rank: int, world: int) -> None:
         """Remove what an earlier run has dumped for this rank.
@@ -128,8 +147,8 @@ class GraphDump:
     folder: DumpFolder
     place: Path
     record: CompileRecord
+    describer: Describer
     strict: bool
-    _describer: Describer = field(default_factory=Describer)
     _texts: _Texts = field(default_factory=lambda: _Texts())
     # By the graph's name: a pair of graphs is written in turns.
     _last: dict[str, GraphRecord] = field(default_factory=dict)
@@ -144,7 +163,7 @@ class GraphDump:
         if before is not None and record is not None:
             touched = note_changes(gm, before, phase=ctx.graph, pass_name=pass_name)
         elif ctx.part != "backward":  # of a pair the second, which begins along with the first
-            self._describer.forget_nodes()
+            self.describer.forget_nodes()
             self._texts, self._before, self._last = _Texts(), {}, {}
         self._before[ctx.graph] = Snapshot.of(gm)
         graph = f"{ctx.graph}-{number}-{pass_name or 'before'}"
@@ -161,10 +180,10 @@ class GraphDump:
                 phase=ctx.graph,
                 number=number,
                 pass_name=pass_name,
-                nodes=self._describer.nodes(gm, ctx),
+                nodes=self.describer.nodes(gm, ctx),
                 live=memory.live if memory is not None else (),
                 memory=pieces(memory) if memory is not None else (),
-                bodies=self._describer.bodies(gm),
+                bodies=self.describer.bodies(gm),
             )
             step = replace(_step(last, record), touched=touched, left_out=self._write_graph(last))
         step = replace(step, dump_seconds=round(time.perf_counter() - started, 6))
@@ -246,14 +265,19 @@ def _about(record: PassRecord) -> dict[str, Any]:
     }
 
 
-def _parameter(info: Any) -> ParameterRecord:
-    return ParameterRecord(
-        name=info.name,
-        shape=info.shape,
-        shard_shape=info.shard_shape,
-        dtype=str(info.dtype).removeprefix("torch."),
-        placement=info.placement,
-        requires_grad=info.requires_grad,
+def _parameters(facts: CaptureFacts, names: ParameterNames) -> tuple[ParameterRecord, ...]:
+    found = {**facts.params, **facts.block_params}
+    return tuple(
+        ParameterRecord(
+            name=names.in_model(info.name),
+            shape=info.shape,
+            shard_shape=info.shard_shape,
+            dtype=str(info.dtype).removeprefix("torch."),
+            placement=info.placement,
+            requires_grad=info.requires_grad,
+            is_planned=number in facts.block_params,
+        )
+        for number, info in sorted(found.items(), key=lambda item: item[0])
     )
 
 

@@ -14,6 +14,7 @@ from dsgraph.tools.dumping.render import bytes_text, listed
 
 from . import plots
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
+from .step_units import modules_that_run, runs_text
 from .timeline import Timeline, Transfer, critical_path, simulate
 from .timeline_plot import draw
 
@@ -35,19 +36,39 @@ def collectives(args: argparse.Namespace) -> Answer:
         if not any(timeline.transfers for _, _, timeline in timelines):
             raise CommandError("--plot: these graphs have no collectives and no transfers to draw")
         draw([(name, timeline) for name, _, timeline in timelines], _why, args.plot)
-    parts = [_describe(name, graph, timeline) for name, graph, timeline in timelines]
+    runs = {name: modules_that_run(dump, name) for name in names}
+    parts = [_describe(f"{name}{runs_text(runs[name])}", graph, timeline) for name, graph, timeline in timelines]
+    if args.graph is None and any(len(modules) > 1 for modules in runs.values()):
+        parts.append(_total([(len(runs[name]), timeline) for name, _, timeline in timelines]))
     parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
-    return Answer("\n\n".join(parts), [_data(name, graph, timeline) for name, graph, timeline in timelines])
+    return Answer(
+        "\n\n".join(parts), [_data(name, graph, timeline, len(runs[name])) for name, graph, timeline in timelines]
+    )
 
 
-def _describe(name: GraphName, graph: GraphRecord, timeline: Timeline) -> str:
+def _total(timelines: list[tuple[int, Timeline]]) -> str:
+    """Return the sums over all runs of the graphs in a step."""
+    count = sum(runs * len(timeline.collectives) for runs, timeline in timelines)
+    sent = sum(runs * _sent(timeline) for runs, timeline in timelines)
+    seconds = sum(runs * timeline.seconds for runs, timeline in timelines)
+    return (
+        f"all graphs of a step: {count} collectives, {bytes_text(sent)} sent per rank; predicted {_ms(seconds)} ms. "
+        "The plan of the blocks gathers and reduces outside graphs, which is not included"
+    )
+
+
+def _sent(timeline: Timeline) -> int:
+    return sum(transfer.node.collective.sent or 0 for transfer in timeline.collectives if transfer.node.collective)
+
+
+def _describe(name: str, graph: GraphRecord, timeline: Timeline) -> str:
     if not timeline.collectives:
         return f"{name}: no collectives{_moves(timeline)}"
     headers = ["node", "kind", "why", "axis", "sent", "ms", "exposed ms", "queued ms", "overlaps with"]
     listing = table([_row(transfer) for transfer in timeline.collectives], headers, right=(4, 5, 6, 7))
     path = critical_path(graph)
     on_path = [node for node in path if node.collective is not None]
-    sent = sum(transfer.node.collective.sent or 0 for transfer in timeline.collectives if transfer.node.collective)
+    sent = _sent(timeline)
     computing = sum(end - start for _, start, end in timeline.computed)
     return (
         f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent per rank; predicted "
@@ -119,7 +140,7 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
 
 
-def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, Any]:
+def _data(name: GraphName, graph: GraphRecord, timeline: Timeline, runs: int) -> dict[str, Any]:
     rows = []
     for transfer in timeline.collectives:
         found = transfer.node.collective
@@ -151,7 +172,7 @@ def _data(name: GraphName, graph: GraphRecord, timeline: Timeline) -> dict[str, 
         moves.append({**what, "bytes": moved.bytes, "seconds": moved.seconds, **times})
     path = [node.name for node in critical_path(graph)]
     found_ones = {"collectives": rows, "transfers": moves, "critical_path": path}
-    return {"graph": str(name), "seconds": timeline.seconds, **found_ones}
+    return {"graph": str(name), "runs": runs, "seconds": timeline.seconds, **found_ones}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

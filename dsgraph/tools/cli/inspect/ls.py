@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from dsgraph.tools.cli.command import Answer, Command
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.records import CompileRecord
 from dsgraph.tools.dumping.render import bytes_text
+from dsgraph.tools.dumping.units import UnitRun, graphs_text, spelled
 from dsgraph.utils.json_records import to_json
 
 from .dumps import Dump, add_dump_argument
+from .step_units import step_units
 
 _HEADERS = ["graph", "changed", "nodes", "coll.", "sent", "peak", "ms", "verify ms"]
 
@@ -26,14 +29,37 @@ def list_dump(folder: str | Path, *, rank: int | None = None) -> Answer:
     shown = dump.ranks[0] if rank is None else rank
     compiles = dump.compiles(shown) or [dump.compile(shown, 1)]
     others = [other for other in dump.ranks if other != shown]
-    parts = [_describe(record) for record in compiles]
+    units = step_units(compiles)
+    parts = [_sequence(units, compiles)] if any(unit.is_block for unit in units) else []
+    parts += [_describe(record) for record in compiles]
     if others:
         parts.append(f"ranks {', '.join(map(str, others))} as well (--rank; `dsgraph ranks {folder}` compares them)")
-    return Answer("\n\n".join(parts), {"ranks": dump.ranks, "compiles": [to_json(record) for record in compiles]})
+    data = {"ranks": dump.ranks, "units": to_json(units), "compiles": [to_json(record) for record in compiles]}
+    return Answer("\n\n".join(parts), data)
+
+
+def _sequence(units: Sequence[UnitRun], compiles: Sequence[CompileRecord]) -> str:
+    """Return the units of a step, each set of graphs once."""
+    known = {record.compile: record for record in compiles}
+    rows = []
+    for unit in units:
+        own = [known[numbers[-1]] for numbers in unit.graphs]
+        planned = dict.fromkeys(item.name for record in own for item in record.parameters if item.is_planned)
+        inside = dict.fromkeys(item.name for record in own for item in record.parameters if not item.is_planned)
+        name = spelled(unit.modules) if unit.is_block else unit.modules[0] or own[0].function
+        rows.append([name, str(len(unit.modules)), graphs_text(unit), str(len(planned)), str(len(inside))])
+    runs = sum(len(unit.modules) for unit in units)
+    headers = ["unit", "runs", "compile", "by the plan", "by the graph"]
+    return (
+        f"a training step runs {runs} units; their parameters are gathered by the plan of the blocks, or by the graph\n"
+        f"{table(rows, headers, right=(1, 3, 4))}"
+    )
 
 
 def _describe(record: CompileRecord) -> str:
-    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or "no shards"
+    planned = any(item.is_planned for item in record.parameters)
+    without = "gathered by the plan of the blocks" if planned else "no shards"
+    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or without
     head = (
         f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}\n"
         f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"

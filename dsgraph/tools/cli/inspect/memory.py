@@ -14,6 +14,7 @@ from dsgraph.tools.dumping.render import bytes_text
 from . import plots
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, add_most_argument, chosen_graphs
 from .lifetimes import alive_at, allocator, by_origin
+from .step_units import modules_that_run, runs_text
 
 _ROWS = 16
 _WIDTH = 50
@@ -31,7 +32,7 @@ def memory(args: argparse.Namespace) -> Answer:
             raise CommandError(f"{name} never runs (an intermediate graph): name a forward or backward graph")
     if args.plot is not None:
         _plot(graphs, args.plot)
-    parts = [_describe(name, graph, args.most) for name, graph in graphs]
+    parts = [_describe(f"{name}{runs_text(modules_that_run(dump, name))}", graph, args.most) for name, graph in graphs]
     plans = {(name.rank, name.compile): plan_of(dump.compile(name.rank, name.compile)) for name, _ in graphs}
     parts += [
         "\n".join([f"rank {rank}, compile {compiled}: tensors that the backward needs, under memory_limit", *lines])
@@ -47,7 +48,7 @@ def plan_of(compiled: CompileRecord) -> tuple[str, ...]:
     return next((step.done for step in compiled.steps if step.pass_name == PLANNED), ())
 
 
-def _describe(name: GraphName, graph: GraphRecord, most: int) -> str:
+def _describe(name: str, graph: GraphRecord, most: int) -> str:
     peak, at = max(graph.live), graph.live.index(max(graph.live))
     node = graph.nodes[at]
     alive = by_origin(graph, alive_at(graph, at))
