@@ -73,6 +73,7 @@ class Bisection:
         self._pipeline = request.pipeline
         self._mode = request.mode
         self._agreement = request.agreement
+        self._blocks = request.unit.blocks
         self._is_new = request.is_new
         self._versions: list[_Version] = []
         self._may_stop = True
@@ -147,6 +148,7 @@ class Bisection:
         self._result |= {
             "graph": len(list(self._folder.glob("graph*.json"))) + 1,
             "where": where(first)[0] if first is not None else "",
+            "blocks": self._blocks,
             "training": torch.is_grad_enabled(),
             "called": False,
             "steps": [],
@@ -274,6 +276,7 @@ def _input_names(gm: GraphModule, facts: CaptureFacts) -> list[str]:
         source = source_name(node)
         attribute = ".".join(re.findall(r"_(?:modules|parameters|buffers)\['([^']*)'\]", source))
         local = re.fullmatch(r"L\['(\w+)'\]", source)
-        name = facts.params[number].name if number in facts.params else attribute or (local[1] if local else node.name)
+        role = facts.roles[number]
+        name = role.model_name or role.parameter or attribute or (local[1] if local else node.name)
         names.append(name if name not in names else node.name)
     return names

@@ -106,6 +106,7 @@ class Emission:
         self._mode = request.mode
         self._number = request.number
         self._function = request.function
+        self._blocks = request.unit.blocks
 
     @property
     def outcome(self) -> CompileOutcome:
@@ -183,7 +184,7 @@ class Emission:
         return describe_kernel(kernel, configurations, GPUS[arch])
 
     def _record(self, phase: str, arch: str, **found: Any) -> EmittedGraph:
-        return EmittedGraph(self._number, phase, arch, GPUS[arch].name, self._function, **found)
+        return EmittedGraph(self._number, phase, arch, GPUS[arch].name, self._function, self._blocks, **found)
 
     def _write(self, record: EmittedGraph) -> None:
         path = self._target.records / f"graph{record.graph}-{record.phase}-{record.arch}.json"

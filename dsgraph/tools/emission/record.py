@@ -101,6 +101,7 @@ class EmittedGraph:
         arch: "sm_90".
         gpu: The device that costs are predicted of.
         function: What was compiled.
+        blocks: The repeated blocks that may share the graph.
         code: Inductor's code, relative to the folder of the emission; None where there is none.
         problem: Why there is none; None where there is.
         kernels: In the order of their first calls.
@@ -112,6 +113,7 @@ class EmittedGraph:
     arch: str
     gpu: str
     function: str
+    blocks: tuple[str, ...] = ()
     code: str | None = None
     problem: str | None = None
     kernels: tuple[KernelRecord, ...] = ()

@@ -13,6 +13,7 @@ from dsgraph.launch.processes import describe_exit
 from dsgraph.launch.script import add_arguments, find_script, run_script
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
+from dsgraph.tools.dumping.units import spelled
 
 _DESCRIPTION = """\
 Run a Python script and find the first pass, and the first node, that changes an output, a gradient or a buffer on any
@@ -98,7 +99,8 @@ def _describe_graph(results: list[dict[str, Any]]) -> list[str]:
     one = results[0]
     kind = "training" if one["training"] else "inference"
     ranks = f" on {one['world']} ranks" if one["world"] > 1 else ""
-    head = f"graph {one['graph']}: {kind}{ranks}, {one['where'] or 'from an unknown line'}"
+    blocks = f", of blocks {spelled(one['blocks'])}" if one.get("blocks") else ""
+    head = f"graph {one['graph']}: {kind}{ranks}, {one['where'] or 'from an unknown line'}{blocks}"
     if not any(result["called"] for result in results):
         return [head, "  compiled, but no call of it finished"]
     rows = [

@@ -18,6 +18,7 @@ from dsgraph.launch.script import add_script_arguments, find_script, rank_count,
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.render import bytes_text
+from dsgraph.tools.dumping.units import spelled
 from dsgraph.utils.files import write_whole
 
 INDEX = "kernels.json"
@@ -221,7 +222,8 @@ def _describe_graph(graph: Mapping[str, Any]) -> str:
     seconds = sum(kernel["calls"] * kernel["seconds"] for kernel in kernels)
     calls = sum(kernel["calls"] for kernel in kernels)
     lines = [head, table(rows, headers, right=(1, 3, 4, 5, 6, 7, 8))] if rows else [head]
-    lines.append(f"{calls} kernels in sequence, predicted to take {1e6 * seconds:.0f} us")
+    each = f" in each of {spelled(graph['blocks'])}" if graph["blocks"] else ""
+    lines.append(f"{calls} kernels in sequence, predicted to take {1e6 * seconds:.0f} us{each}")
     if graph["collectives"]:
         counts = sorted(graph["collectives"].items())
         listing = ", ".join(f"{count} {name.split('.')[1].rstrip('_')}" for name, count in counts)

@@ -226,7 +226,8 @@ def _kernel(name: str, *spills: int) -> dict[str, Any]:
 
 
 def _index(*kernels: dict[str, Any], problem: str | None = None, code: int = 0) -> dict[str, Any]:
-    graph = {"graph": 1, "phase": "forward", "arch": "sm_90", "gpu": "H100", "function": "f", "collectives": {}}
+    about = {"graph": 1, "phase": "forward", "arch": "sm_90", "gpu": "H100", "function": "f"}
+    graph = {**about, "blocks": [], "collectives": {}}
     return {"script_exit_code": code, "graphs": [{**graph, "kernels": kernels, "problem": problem}]}
 
 
