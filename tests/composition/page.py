@@ -25,7 +25,7 @@ shown:
 |---|---|---|---|
 {refused}
 
-A test of each feature is part of `make test`, and all pairs are part of `make test-all`.
+Each feature is in a run of `make test`, most of them with others. `make test-all` runs each alone, and all pairs.
 """
 
 
