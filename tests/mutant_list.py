@@ -1409,7 +1409,7 @@ PARALLEL = (
     Mutant(
         *("checkpoint-bodies-not-sliced", "passes/parallel/slice_tensors.py", "missing step"),
         *("SliceTensors.run", "(*dict.fromkeys(body for body, _ in bodies(gm)), gm)", "(gm,)"),
-        killers=("tests/composition/test_pairs.py",),
+        killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
         *("checkpoint-bodies-not-planned", "dsgraph/parallel/tensor/tensor_plan.py", "missing step"),

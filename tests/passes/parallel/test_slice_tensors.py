@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import FileCheck
+from torch.utils.checkpoint import checkpoint
 
 from dsgraph.passes import PassContext, Phase
+from dsgraph.passes.ir.graph import bodies
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from tests.passes.parallel.capturing import capture, marked
 from tests.passes.tracing import code, run_pass
@@ -30,6 +32,16 @@ def test_a_pair_of_products_is_summed_once_and_the_bias_added_behind():
     ).check_not("gather_slices").run(code(gm))
     assert result.notes == () and code(gm).count("ops.dsgraph.sum_slices") == 1
     assert run_pass(SliceTensors(), gm).changed == 0
+
+
+def test_bodies_of_checkpoints_keep_slices():
+    def recomputed(*args: Tensor) -> Tensor:
+        return checkpoint(_mlp, *args, use_reentrant=False)
+
+    gm = capture(recomputed, _leaf(3, 8), _leaf(6, 8), _leaf(8, 6), _leaf(8))
+    run_pass(SliceTensors(), gm)
+    ((body, _),) = bodies(gm)
+    FileCheck().check("enter_slices").check("linear").check("gelu").check("sum_slices").run(code(body))
 
 
 def test_sums_of_16_bits_are_rounded_once_where_nothing_learns():
