@@ -1227,6 +1227,26 @@ MEMORY = (
         killers=("tests/passes/memory/test_fit.py",),
     ),
     Mutant(
+        *("views-cost-nothing-to-keep", "passes/memory/step_plan.py", "missing step"),
+        *("_costly", "sources += source.all_input_nodes", "pass"),
+        killers=("tests/passes/memory/test_step_plan.py",),
+    ),
+    Mutant(
+        *("default-split-in-any-case", "passes/memory/fit.py", "wrong branch"),
+        *("_Search._needs_a_plan", "> usable", "> 10**15"),
+        killers=("tests/passes/memory/test_fit.py",),
+    ),
+    Mutant(
+        *("split-draws-other-numbers", "passes/memory/split_as_planned.py", "missing check"),
+        *("split_as_planned", " or _draws(node)", ""),
+        killers=("tests/passes/memory/test_split_as_planned.py",),
+    ),
+    Mutant(
+        *("split-chooses-for-the-plan", "passes/memory/split_as_planned.py", "missing check"),
+        *("split_as_planned", "node.name not in repeated or _draws(node)", "_draws(node)"),
+        killers=("tests/passes/memory/test_split_as_planned.py",),
+    ),
+    Mutant(
         *("plans-what-is-not-saved", "passes/memory/forward_values.py", "missing check"),
         *("_Reader._settled", "and node in self.returned", ""),
         killers=("tests/passes/memory/test_forward_values.py",),

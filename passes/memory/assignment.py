@@ -49,18 +49,22 @@ def assign(choices: Sequence[Sequence[Option]], limit: int | None, *, in_flight:
     width = sum(map(len, choices))
     time = max(1e-12, sum(max(item.seconds for item in part) for part in choices))
     unit = max(1.0, float(max(item.saved + item.forward + item.backward for part in choices for item in part)))
-    cost = np.array([item.seconds / time + 1e-6 * item.saved / unit for part in choices for item in part] + [0.0])
+    cost = np.zeros(width + 1 + len(choices))
+    cost[:width] = [item.seconds / time + 1e-6 * item.saved / unit for part in choices for item in part]
     if limit is None:
-        cost = np.concatenate([cost[:-1] * 1e-3, [1.0]])
-    low, high = np.zeros(width + 1), np.ones(width + 1)
-    high[width] = np.inf if limit is None else limit / unit
-    one, ends = np.zeros((len(choices), width + 1)), np.cumsum([0, *map(len, choices)])
+        cost[:width] *= 1e-3
+        cost[width] = 1.0
+    high = np.full(len(cost), np.inf)
+    high[:width] = 1
+    if limit is not None:
+        high[width] = limit / unit
+    one, ends = np.zeros((len(choices), len(cost))), np.cumsum([0, *map(len, choices)])
     for number in range(len(choices)):
         one[number, ends[number] : ends[number + 1]] = 1
     found = minimize(
         cost,
-        integral=np.array([1] * width + [0]),
-        low=low,
+        integral=np.array([1] * width + [0] * (1 + len(choices))),
+        low=np.zeros(len(cost)),
         high=high,
         constraints=[Bounded(one, low=1, high=1), Bounded(_rows(choices, unit, in_flight), high=0)],
         gap=_GAP,
@@ -81,19 +85,24 @@ def needs(options: Sequence[Option], *, in_flight: int = 1) -> int:
 
 
 def _rows(choices: Sequence[Sequence[Option]], unit: float, in_flight: int) -> Any:
-    """Return for each part one row for its forward and one for its backward; the last variable is the step's limit."""
+    """Return three rows for each part: the limits of its forward and of its backward, and the saved bytes so far.
+
+    The variables after the options are the step's limit, and for each part the bytes that it and earlier parts save.
+    """
     entries: list[tuple[int, int, float]] = []
     width = sum(map(len, choices))
-    others = [(in_flight - 1) / unit * item.saved for part in choices for item in part]
-    before = list(enumerate(others)) if in_flight > 1 else []  # entries of one place are added up
     column = 0
     for number, part in enumerate(choices):
-        for place in (2 * number, 2 * number + 1):
-            entries += [(place, at, size) for at, size in before]
-            entries.append((place, width, -1.0))
+        total = width + 1 + number
+        if number:
+            entries += [(3 * number + row, total - 1, 1.0) for row in (0, 2)]
         for item in part:
-            entries.append((2 * number, column, item.forward / unit))
-            entries.append((2 * number + 1, column, (item.saved + item.backward) / unit))
-            before.append((column, item.saved / unit))
+            entries.append((3 * number, column, item.forward / unit))
+            entries.append((3 * number + 1, column, item.backward / unit))
+            entries.append((3 * number + 2, column, item.saved / unit))
             column += 1
-    return sparse_rows(entries, (2 * len(choices), width + 1))
+        entries += [(3 * number, width, -1.0), (3 * number + 1, width, -1.0)]
+        entries += [(3 * number + 1, total, 1.0), (3 * number + 2, total, -1.0)]
+        if in_flight > 1:  # entries of one place are added up
+            entries += [(3 * number + row, width + len(choices), in_flight - 1.0) for row in (0, 1)]
+    return sparse_rows(entries, (3 * len(choices), width + 1 + len(choices)))

@@ -10,14 +10,16 @@ from typing import Any
 from torch.fx import GraphModule
 
 from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.step_memory import StepMemory
-from dsgraph.passes.compat import is_tangent
+from dsgraph.passes.compat import is_tangent, min_cut_rematerialization_partition
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.save_plan import Choice, SavePlan
 
 from .policies import TransferPolicy
 from .scratch import copy_graph, on_scratch, runnable, without_duplicates
+from .split_as_planned import split_as_planned
 from .step_plan import Planner, StepPlan
 
 PLANNED = "plan_activations"
@@ -107,6 +109,7 @@ def fit(
     split: Callable[..., Pair],
     limit: int,
     measure: Callable[[Pair], StepMemory],
+    held: int = 0,
     costs: CostModel,
     fuses: bool,
     transfers: TransferPolicy | None = None,
@@ -115,6 +118,8 @@ def fit(
     **how: Any,
 ) -> tuple[Pair, Proposal]:
     """Split a joint graph by default if a step fits, and otherwise by the fastest plan with which it does.
+
+    The default split takes most of the time. It is left out if the values that it must save exceed the limit.
 
     A plan is based on a replay of the joint graph. Memory that the replay misses is known after the split: the next
     plan gets that much less.
@@ -125,6 +130,7 @@ def fit(
         split: A function like torch's partitioners.
         limit: Bytes of a step.
         measure: Returns the memory of a step with these graphs.
+        held: Bytes that exist during the complete step: parameters and optimizer state.
         costs: The cost model.
         fuses: See `PassContext`.
         transfers: How values may be offloaded; None if they may not.
@@ -139,9 +145,8 @@ def fit(
         MemoryLimitError: No plan fits.
     """
     options = {"costs": costs, "outputs": how["num_fwd_outputs"], "transfers": transfers, "in_flight": in_flight}
-    search = _Search(
-        gm=gm, inputs=inputs, split=split, limit=limit, measure=measure, options=options, fuses=fuses, how=how
-    )
+    what: dict[str, Any] = {"gm": gm, "inputs": inputs, "split": split, "how": how}
+    search = _Search(limit=limit, measure=measure, held=held, options=options, fuses=fuses, **what)
     with on_scratch():
         agreed = agree(search.propose)
         if agreed.refusal:
@@ -161,6 +166,7 @@ class _Search:
     split: Callable[..., Pair]
     limit: int
     measure: Callable[[Pair], StepMemory]
+    held: int
     options: dict[str, Any]  # of the planner
     fuses: bool
     how: dict[str, Any]
@@ -175,49 +181,80 @@ class _Search:
         """Return the graph, split by a proposal, and the memory of a step with it."""
         key = proposal.saved, proposal.repeated, proposal.offloaded
         if key not in self._done:
-            part = copy_graph(self.gm if proposal.saved is None else self.merged)
-            proposal.save_plan(part).write(part)
-            pair = self.split(part, self.inputs, **self.how)
+            pair = self._split(proposal)
             self._done[key] = pair, self.measure(pair)
         return self._done[key]
 
+    def _split(self, proposal: Proposal) -> Pair:
+        """Return the graph, split by a proposal; another partitioner than torch's also splits planned graphs."""
+        if proposal.saved is not None and self._uses_torch:
+            saved, outputs = frozenset((*proposal.saved, *proposal.offloaded)), self.how["num_fwd_outputs"]
+            pair = split_as_planned(self.merged, saved=saved, repeated=frozenset(proposal.repeated), outputs=outputs)
+            if pair is not None:
+                for part in pair:
+                    proposal.save_plan(part).write(part)
+                return pair
+        part = copy_graph(self.gm if proposal.saved is None else self.merged)
+        proposal.save_plan(part).write(part)
+        return self.split(part, self.inputs, **self.how)
+
+    @property
+    def _uses_torch(self) -> bool:
+        return self.split is min_cut_rematerialization_partition
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The planner of the merged graph."""
+        return Planner(self.merged, fuses=self.fuses, **self.options)
+
     def propose(self) -> Proposal:
         """Return the fastest plan that meets the limit."""
-        as_always = Proposal(None, (), 0.0, 0)
-        usual, memory = self.attempt(as_always)
         usable = _usable(self.limit, fuses=self.fuses)
-        if memory.peak <= usable:
-            return replace(as_always, peak=memory.peak)
-        planner = Planner(self.merged, fuses=self.fuses, **self.options)
-        saved = {node.name for node in placeholders(usual[1]) if not is_tangent(node)}
-        room = usable - (memory.peak - planner.peak(saved))
-        for found, planned in self._plans(planner, room, usable=usable):
+        first = Proposal(None, (), 0.0, 0)
+        peak: int | None = None
+        if self._needs_a_plan(usable):
+            plan = self.planner.plan(usable - self.held) or self.planner.plan(None)
+            assert plan is not None, "it has choices"
+            first, peak = self._proposal(plan), plan.peak
+        pair, memory = self.attempt(first)
+        if peak is None:
+            if memory.peak <= usable:
+                return replace(first, peak=memory.peak)
+            peak = self.planner.peak({node.name for node in placeholders(pair[1]) if not is_tangent(node)})
+        for found, planned in self._plans(usable - (memory.peak - peak), usable=usable):
             if planned.peak <= usable:
                 return replace(found, peak=planned.peak)
             memory = min(memory, planned, key=lambda each: each.peak)
-        return replace(as_always, peak=memory.peak, refusal=_refusal(self.limit, memory, fuses=self.fuses))
+        refusal = _refusal(self.limit, memory, fuses=self.fuses)
+        return Proposal(None, (), 0.0, memory.peak, refusal=refusal)
 
-    def _plans(self, planner: Planner, room: int, *, usable: int) -> Iterator[tuple[Proposal, StepMemory]]:
+    def _needs_a_plan(self, usable: int) -> bool:
+        """Return True if the default split certainly exceeds the limit."""
+        if not self._uses_torch or simulate(self.gm, fused=self.fuses).peak + self.held <= usable:
+            return False
+        return self.planner.is_feasible and self.held + self.planner.least_saved_bytes() > usable
+
+    def _plans(self, room: int, *, usable: int) -> Iterator[tuple[Proposal, StepMemory]]:
         """Yield the fastest plan, then smaller ones, each by the excess of the one before; at last the smallest.
 
         The reference is the need of the plan before, not its room: a plan may leave much of its room unused.
         """
         for _ in range(_ROUNDS):
-            plan = planner.plan(room)
+            plan = self.planner.plan(room)
             if plan is None:
                 break
-            found = self._proposal(planner, plan)
+            found = self._proposal(plan)
             _, memory = self.attempt(found)
             yield found, memory
             room = plan.needs - max(memory.peak - usable, 1)
-        least = planner.plan(None)
+        least = self.planner.plan(None)
         if least is not None:
-            found = self._proposal(planner, least)
+            found = self._proposal(least)
             yield found, self.attempt(found)[1]
 
-    def _proposal(self, planner: Planner, plan: StepPlan) -> Proposal:
-        saved, repeated, offloaded = planner.names(plan)
-        lines = tuple(map(str, planner.lines(plan)))
+    def _proposal(self, plan: StepPlan) -> Proposal:
+        saved, repeated, offloaded = self.planner.names(plan)
+        lines = tuple(map(str, self.planner.lines(plan)))
         transfers: TransferPolicy | None = self.options["transfers"]
         tier = transfers.tier if transfers is not None else ""
         return Proposal(saved, repeated, plan.seconds, 0, lines=lines, offloaded=offloaded, tier=tier)

@@ -102,11 +102,6 @@ class ForwardValues:
         return frozenset(of_gradients(self.gm))
 
     @cached_property
-    def inputs(self) -> dict[Node, list[Node]]:
-        """The inputs of each node."""
-        return {node: node.all_input_nodes for node in self.gm.graph.nodes}
-
-    @cached_property
     def part_of(self) -> dict[Node, int]:
         """Node -> the number of its part."""
         return {value.node: number for number, part in enumerate(self.parts) for value in part.values}

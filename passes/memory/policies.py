@@ -7,10 +7,11 @@ and a recomputed value needs its sources in one of these ways. HiGHS solves it (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch.fx import Node
 
 from .forward_values import ForwardPart
 from .integer_program import Bounded, Vector, minimize, sparse_rows
@@ -74,6 +75,29 @@ def policies_of(part: ForwardPart, transfers: TransferPolicy | None = None) -> l
             if policy is not None and policy.bytes < found[-1].bytes:
                 found.append(policy)
     return found
+
+
+def least_saved_bytes(part: ForwardPart, *, read: Container[Node], costly: Container[Node]) -> int:
+    """Return a lower bound of the bytes of a part that must be saved if costly values are not recomputed.
+
+    Values of other parts count as available.
+
+    Args:
+        part: The part.
+        read: The values that the backward reads.
+        costly: The values that are not recomputed.
+    """
+    values = [
+        replace(
+            value,
+            saved=None if value.bytes else value.saved,
+            needed=value.node in read,
+            may_repeat=value.may_repeat and value.node not in costly,
+        )
+        for value in part.values
+    ]
+    found = _Programme(replace(part, values=tuple(values)), None).solve(fewest_bytes=True)
+    return int(found.bytes * (1 - _GAP)) if found is not None else 0
 
 
 class _Programme:

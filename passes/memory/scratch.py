@@ -48,9 +48,8 @@ def without_duplicates(gm: GraphModule) -> GraphModule:
 
     Torch's partitioners merge duplicates as well, and keep the choice for the first of two equal nodes.
     """
-    found = copy_graph(gm)
+    found = make_graph_module(gm, merge_equal_nodes(gm.graph))
     found.graph.eliminate_dead_code()
-    found.graph = merge_equal_nodes(found.graph)
     return found
 
 

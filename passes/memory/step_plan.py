@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.analysis.cost import CostModel, flop_formula
 from dsgraph.passes.analysis.memory import simulate
+from dsgraph.passes.ir.collectives import is_collective
+from dsgraph.passes.ir.save_plan import is_recomputed
 
 from .assignment import Option, assign, needs
 from .forward_values import ForwardValues, read_forward_values
-from .policies import Policy, TransferPolicy, policies_of
-from .replay import Replay, replay
+from .policies import Policy, TransferPolicy, least_saved_bytes, policies_of
+from .replay import Replay, ReplayedGraph, replay
 
 _NAMED = 4
 """Number of parts that are named one by one."""
@@ -97,6 +99,7 @@ class Planner:
         """
         self._in_flight = in_flight
         self.values = read_forward_values(gm, simulate(gm, fused=fuses), costs, outputs=outputs, fuses=fuses)
+        self._graph = ReplayedGraph(self.values)
         known: dict[object, list[Policy]] = {}
         self._policies = []
         for part in self.values.parts:
@@ -122,7 +125,7 @@ class Planner:
     def _as_plan(self, numbers: Sequence[int]) -> StepPlan:
         chosen = [policies[number] for policies, number in zip(self._policies, numbers, strict=True)]
         saved, offloaded = _nodes(self.values, chosen)
-        found = replay(self.values, saved, offloaded)
+        found = replay(self._graph, saved, offloaded)
         return StepPlan(
             numbers=tuple(numbers),
             seconds=sum(item.seconds for item in chosen),
@@ -136,9 +139,28 @@ class Planner:
             offloaded=offloaded,
         )
 
+    def least_saved_bytes(self) -> int:
+        """Return a lower bound of the bytes that torch's partitioner saves by default; 0 if there is nothing to choose.
+
+        By default it recomputes no collective, matrix product, convolution or attention, and nothing that one of these
+        reads in the backward.
+        """
+        if not self.is_feasible:
+            return 0
+        costly = _costly(self.values)
+        read = {source for node in self.values.gradients for source in node.all_input_nodes}
+        known: dict[object, int] = {}
+        total = 0
+        for part in self.values.parts:
+            key = part.kind, tuple((value.node in read, value.node in costly) for value in part.values)
+            if key not in known:
+                known[key] = least_saved_bytes(part, read=read, costly=costly)
+            total += known[key]
+        return self._in_flight * total
+
     def peak(self, saved: Collection[str]) -> int:
         """Return the peak bytes of the graph itself if the named values are saved."""
-        return self._peak(replay(self.values, [node for node in self.values.forward if node.name in saved]))
+        return self._peak(replay(self._graph, [node for node in self.values.forward if node.name in saved]))
 
     def _peak(self, found: Replay) -> int:
         return found.peak + (self._in_flight - 1) * sum(found.saved)
@@ -174,7 +196,7 @@ class Planner:
             picked = [policies[min(rank, len(policies) - 1)] for policies in self._policies if policies]
             if len(picked) < len(self._policies):
                 return choices
-            found = replay(self.values, *_nodes(self.values, picked))
+            found = replay(self._graph, *_nodes(self.values, picked))
             for number, (forward, backward) in _needs(found, len(picked)).items():
                 if rank < len(self._policies[number]):
                     choices[number].append(Option(picked[number].seconds, found.saved[number], forward, backward))
@@ -190,6 +212,19 @@ def _needs(found: Replay, parts: int) -> Mapping[int, tuple[int, int]]:
     for live, number in zip(found.backward, found.backward_parts, strict=True):
         backward[number] = max(backward[number], live - before[number + 1])
     return {number: (forward[number], backward[number]) for number in range(parts)}
+
+
+def _costly(values: ForwardValues) -> set[Node]:
+    """Return the nodes that torch's partitioner does not recompute by default, and some of the backward."""
+    found = {node for node in values.gm.graph.nodes if is_collective(node) or flop_formula(node.target) is not None}
+    sources = [source for node in found & values.gradients for source in node.all_input_nodes]
+    for source in sources:
+        value = values.values.get(source)
+        if value is not None and value.bytes:
+            found.add(source)
+        elif value is not None:  # a view
+            sources += source.all_input_nodes
+    return {node for node in found if not is_recomputed(node)}
 
 
 def _nodes(values: ForwardValues, policies: Sequence[Policy]) -> tuple[frozenset[Node], frozenset[Node]]:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
-from dsgraph.passes.analysis.budget import MemoryBudget
+from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.pair_memory import PairMemory, pair_memory
 from dsgraph.passes.analysis.step_memory import StepMemory, simulate_step
@@ -178,6 +178,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             split=self._split,
             limit=limit,
             measure=measure,
+            held=sum(budget.needs[part] for part in (MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER_STATE)),
             costs=ctx.costs,
             fuses=facts.fuses,
             transfers=self._transfers(ctx.costs),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from functorch.compile import aot_function, nop
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,7 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dsgraph  # noqa: F401  # registers the ops
 from dsgraph.passes import AxisRole, CostModel, MeshAxis, PassContext, PassResult, Phase, Pipeline, Runner
 from dsgraph.passes.analysis.budget import MemoryBudget, parameter_needs
+from dsgraph.passes.compat import min_cut_rematerialization_partition
 from dsgraph.passes.core.graph_pass import GraphPass
+from dsgraph.passes.memory.scratch import without_duplicates
 
 SHARD = MeshAxis("shard", 2, "0", "nccl")
 GLOO = MeshAxis("shard", 2, "0", "gloo")
@@ -44,6 +47,18 @@ def reduce(grad: Tensor, shard_shape: Sequence[int], **how: Any) -> Tensor:
 def trace(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     """The ATen graph of `function`, with fake values on its nodes."""
     return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def joint(function: Callable[..., Tensor], *inputs: Tensor) -> GraphModule:
+    """The joint graph of `function`, without duplicate nodes."""
+    found: list[GraphModule] = []
+
+    def keep(gm: GraphModule, args: Sequence[object], **how: Any) -> tuple[GraphModule, GraphModule]:
+        found.append(without_duplicates(gm))
+        return min_cut_rematerialization_partition(gm, args, **how)
+
+    aot_function(function, nop, partition_fn=keep)(*(value.detach().requires_grad_() for value in inputs))
+    return found[0]
 
 
 def run_pass(graph_pass: GraphPass, gm: GraphModule, *axes: MeshAxis, **facts: Any) -> PassResult:

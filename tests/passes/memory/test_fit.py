@@ -6,14 +6,17 @@ import gc
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.passes.analysis.cost import CostModel
+from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.step_memory import PhaseMemory, StepMemory
 from dsgraph.passes.ir.save_plan import Choice, must
 from dsgraph.passes.memory import fit as module
 from dsgraph.passes.memory.fit import MemoryLimitError, Proposal, decide, fit
 from dsgraph.passes.memory.step_plan import StepPlan
+from tests.passes.tracing import joint
 
 AS_ALWAYS = 1000
 """Bytes of a step where nothing is computed again."""
@@ -121,3 +124,19 @@ def test_the_search_ends(monkeypatch):
     with pytest.raises(MemoryLimitError):
         _fit(planner, dict.fromkeys(range(1, 99), 101), limit=100, monkeypatch=monkeypatch)
     assert len(planner.rooms) < 10 and planner.rooms[-1] is None
+
+
+def test_the_default_split_is_left_out_where_it_cannot_fit(monkeypatch):
+    def split(gm: GraphModule, inputs: object, **how: object) -> tuple[GraphModule, GraphModule]:
+        raise AssertionError("the graph was split by default")
+
+    def measure(pair: tuple[GraphModule, GraphModule]) -> StepMemory:
+        return StepMemory((PhaseMemory("forward 0", "", {"other": simulate(pair[0]).peak}),))
+
+    monkeypatch.setattr(module, "min_cut_rematerialization_partition", split)
+    gm = joint(lambda x: torch.mm(x, x).sin().sum(), torch.randn(4, 4))
+    how = {"measure": measure, "costs": CostModel.default(), "fuses": False, "num_fwd_outputs": 1}
+    with pytest.raises(AssertionError, match="split by default"):
+        fit(gm, [], split=split, limit=8192, **how)
+    _, found = fit(gm, [], split=split, limit=8192, held=8192, **how)
+    assert found.saved is not None
