@@ -2,6 +2,7 @@
 
 python -m examples.train_3d                                 data 2 x tensor 2 x pipeline 2, ZeRO stage 1, bfloat16
 python -m examples.train_3d --dp 1 --tp 4 --pp 2 --zero 0   another layout; the product is the number of ranks
+python -m examples.train_3d --memory-limit 4MB              bounds the memory of a step on each rank
 python -m examples.train_3d --save out                      saves a checkpoint at the end
 python -m examples.train_3d --resume out --dp 4 --tp 1      goes on from it, in any layout
 torchrun --nproc-per-node 8 -m examples.train_3d            the same as the first
@@ -98,6 +99,8 @@ def configuration(s: argparse.Namespace) -> dict[str, Any]:
     config["parallel"] |= {name: getattr(s, name) for name in ("dp", "tp", "pp") if getattr(s, name) is not None}
     if s.zero is not None:
         config["zero_optimization"] = {**config["zero_optimization"], "stage": s.zero}
+    if s.memory_limit is not None:
+        config["dsgraph"] = {**config["dsgraph"], "memory_limit": s.memory_limit}
     return config
 
 
@@ -144,6 +147,7 @@ def main() -> None:
     for name, what in (
         ("save", "folder in which to save a checkpoint"),
         ("resume", "folder of a checkpoint to go on from"),
+        ("memory-limit", "most memory of a step on each rank, such as 4MB"),
     ):
         parser.add_argument(f"--{name}", help=what)
     settings = parser.parse_args()

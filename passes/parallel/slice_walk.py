@@ -76,12 +76,16 @@ def marked_slices(gm: GraphModule) -> Iterator[tuple[Node, Slice, int, str]]:
         yield node, Slice(dim, parts), ranks, group
 
 
+def slice_communication(gm: GraphModule) -> Iterator[Node]:
+    """Yield the nodes that sum or gather slices, or will do so once `SliceTensors` has run."""
+    for node in (node for module in all_graph_modules(gm) for node in module.graph.nodes):
+        if node.op == "call_function" and name_of(node).removesuffix(".default") in _COMMUNICATING:
+            yield node
+
+
 def communicates_slices(gm: GraphModule) -> bool:
     """Return True if a graph sums or gathers slices, or will do so once `SliceTensors` has run."""
-    nodes = (node for module in all_graph_modules(gm) for node in module.graph.nodes)
-    return any(
-        node.op == "call_function" and name_of(node).removesuffix(".default") in _COMMUNICATING for node in nodes
-    )
+    return any(True for _ in slice_communication(gm))
 
 
 def sharing_ranks(gm: GraphModule) -> tuple[int, str] | None:

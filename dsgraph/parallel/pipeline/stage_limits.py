@@ -19,6 +19,7 @@ from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.analysis.states import OPTIMIZER_STATES
 from dsgraph.passes.compat import storage_id
 from dsgraph.passes.memory.fit import PLANNED, MemoryLimitError
+from dsgraph.passes.parallel.slice_walk import slice_communication
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import OptionError, StrictError
@@ -233,6 +234,9 @@ class StageLimits:
         count, received, sent = self.microbatches, run.received[number], run.sent[number]
         held = (count + 1) * (_bytes(received) + _bytes(sent, gradients=True))
         held += (count if self.holds_sent else 1) * _bytes(received, gradients=True)
+        # A thread of gloo may free the input of a sum of slices after the graph has read the result.
+        sums = slice_communication(self.modules[number].graph_module)
+        held += max((number_of(node, tensor_bytes(node.meta.get("val"))) for node in sums), default=0)
         return held + self.holds_sent * (count - self.in_flight[number]) * _bytes(sent)
 
     def _check_reduction(self, run: StageRun, inputs: Mapping[str, Tensor]) -> None:
