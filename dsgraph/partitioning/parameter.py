@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -80,9 +80,10 @@ class ParameterState:
     replicated_because: str = ""
     transforms: tuple[ParameterTransform, ...] = ()
     reducer: ParameterTransform | None = None
-    gathered_copy: Tensor | None = None
-    block_copy: Tensor | None = None
-    block_read: Tensor | None = None
+    # Copies are without memory between uses: to print one would read it.
+    gathered_copy: Tensor | None = field(default=None, repr=False)
+    block_copy: Tensor | None = field(default=None, repr=False)
+    block_read: Tensor | None = field(default=None, repr=False)
     is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None

@@ -80,7 +80,7 @@ class BlockCopies:
     is_kept: bool = False
     _gathered_in: int = -1
     _gathered_from: dict[ParameterState, tuple[Any, int]] = field(default_factory=dict)
-    _reads: list[dict[ParameterState, Tensor]] = field(default_factory=list)
+    _reads: list[dict[ParameterState, Tensor]] = field(default_factory=list, repr=False)
 
     def start(self) -> None:
         """Start to gather the copies, unless they are present and equal to the shards.

@@ -49,7 +49,7 @@ class _Reads:
     """
 
     calls: dict[BlockCopies, _Call]
-    copies: tuple[Tensor, ...]
+    copies: tuple[Tensor, ...] = field(repr=False)
 
 
 @dataclass(eq=False)

@@ -52,6 +52,15 @@ def test_the_option_overlap_comm_holds_for_the_plan(overlap_comm):
     assert blocks[0].plan.gathers_ahead is overlap_comm
 
 
+def test_records_are_printed_while_copies_have_no_memory():
+    model, blocks = _model()
+    loss = model(torch.ones(2, 8)).sum()
+    (state,) = partition_states(model)
+    assert _bytes(blocks[0]) == [0, 0] and f"name='{blocks[0].name}'" in repr((state, blocks))
+    loss.backward()
+    assert f"name='{blocks[0].name}'" in repr((state, blocks))
+
+
 def test_only_the_last_block_has_memory_between_forward_and_backward():
     model, blocks = _model()
     for _ in range(2):
