@@ -29,7 +29,14 @@ def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
 def fake_like(
     tensor: torch.Tensor, mode: Any, *, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return a tensor of a fake mode with the shape, strides and layout of another, on a device."""
+    """Return a tensor of a fake mode with the shape and strides of another; a `DTensor` keeps its placements.
+
+    Args:
+        tensor: The other tensor, of any shape and dtype.
+        mode: A `FakeTensorMode`.
+        device: The device of the result.
+        dtype: The dtype of the result; None: that of `tensor`.
+    """
     if isinstance(tensor, DTensor):
         return distributed_like(tensor, fake_like(tensor.to_local().detach(), mode, device=device, dtype=dtype))
     with mode:

@@ -80,7 +80,7 @@ class ParameterState:
     replicated_because: str = ""
     transforms: tuple[ParameterTransform, ...] = ()
     reducer: ParameterTransform | None = None
-    # Copies are without memory between uses: to print one would read it.
+    # A copy has no memory between uses, so that it cannot be printed.
     gathered_copy: Tensor | None = field(default=None, repr=False)
     block_copy: Tensor | None = field(default=None, repr=False)
     block_read: Tensor | None = field(default=None, repr=False)

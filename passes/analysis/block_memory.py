@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """The bytes that a plan needs for a block, besides the graphs.
+    """The memory that a plan needs for a block, besides the graphs. Bytes.
 
     Attributes:
         name: The block.
-        copies: Of its full parameters.
-        full_gradients: Of its gradients, until they are reduced.
-        gradients: Of this rank's rows of its gradients.
+        copies: Its full parameters.
+        full_gradients: Its gradients, until they are reduced.
+        gradients: This rank's rows of its gradients.
     """
 
     name: str

@@ -72,7 +72,9 @@ class SparsifyAttention(GraphPass):
                 if transforms > 0:
                     found = NearMiss(node, "it is inside a transform of torch.func, which does not know the op")
                 if isinstance(found, FoundAttention) and splits_heads:
-                    found = NearMiss(node, "tensor-parallel ranks have other heads, and heads of this layout differ")
+                    found = NearMiss(
+                        node, "tensor-parallel ranks have different heads, and the layout differs between heads"
+                    )
                 made = _sparsified(found, self.layout) if isinstance(found, FoundAttention) else found
                 if isinstance(found, FoundAttention) and isinstance(made, str):
                     _erase(found.node, erased)

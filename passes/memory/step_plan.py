@@ -215,7 +215,7 @@ def _needs(found: Replay, parts: int) -> Mapping[int, tuple[int, int]]:
 
 
 def _costly(values: ForwardValues) -> set[Node]:
-    """Return the nodes that torch's partitioner does not recompute by default, and some of the backward."""
+    """Return the nodes that torch's partitioner does not recompute by default, with some nodes of the backward."""
     found = {node for node in values.gm.graph.nodes if is_collective(node) or flop_formula(node.target) is not None}
     sources = [source for node in found & values.gradients for source in node.all_input_nodes]
     for source in sources:

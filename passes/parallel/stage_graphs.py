@@ -19,7 +19,7 @@ class StageGraphModule(GraphModule):
     """A stage of a pipeline, which averages its gradients over ranks itself.
 
     Attributes:
-        needs: The memory of a step besides it, if a memory limit must be kept.
+        needs: The memory of a step besides the graph; None without a memory limit.
         is_only_compiled: True while calls only compile the graph.
     """
 

@@ -127,7 +127,7 @@ class Refusal:
         features: All of them are in the run.
         error: Text of the error.
         why: The reason, for users.
-        has_meaning: False if nothing could be computed together: no work would make the features compatible.
+        has_meaning: False if nothing could be computed with all these features, so no work would make them compatible.
     """
 
     features: frozenset[str]

@@ -18,14 +18,16 @@ Each two of these features are trained together on real ranks, and the losses co
 
 {features}
 
-Of {pairs} pairs {right} are right: {share} of those with a meaning. These are refused, each by an error with the text
-shown:
+{right} of {pairs} pairs are right, {share} of the pairs that can be supported. Each other pair is refused by an error
+that contains the text shown. "no" in the last column: nothing could be computed with both features, so no work would
+make them compatible.
 
-| features | error | why | has a meaning |
+| features | error | why | can be supported |
 |---|---|---|---|
 {refused}
 
-Each feature is in a run of `make test`, most of them with others. `make test-all` runs each alone, and all pairs.
+`make test` trains each feature, most of them together with others. `make test-all` trains each feature alone, and all
+pairs.
 """
 
 

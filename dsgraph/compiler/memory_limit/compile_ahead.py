@@ -1,4 +1,4 @@
-"""Compiles pipeline stages before they first run, so that an error is raised before anything is sent."""
+"""Compilation of pipeline stages before their first run, so that an error is raised before anything is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Compiled = Callable[..., Any]
 
 
 class _NotRun(BaseException):
-    """Raised in place of a run of a stage that is only compiled; no handler of errors may catch it."""
+    """An exception in place of the run of a stage that is only compiled. No handler of an `Exception` may catch it."""
 
     def __init__(self, outcome: CompileOutcome) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def compile_ahead(stage: StageGraphModule, run: Compiled, *args: Any) -> Compile
 
 
 def stop_if_only_compiled(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
-    """Return `compiled`; for a pipeline stage, with a check whether it is only compiled."""
+    """Return `compiled`; for a pipeline stage, with a check that stops the run of a stage that is only compiled."""
     if not isinstance(request.module, StageGraphModule):
         return compiled
     module, outcome = weakref.ref(request.module), compiler.outcome

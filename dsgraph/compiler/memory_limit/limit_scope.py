@@ -52,7 +52,7 @@ def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -
         module: The module whose forward it is.
     """
     if facts.stage is not None:
-        return ""  # the pipeline has counted what its graphs do not show
+        return ""  # `StageLimits` counts the memory besides the graphs
     states = partition_states(module) if module is not None else []
     if module is None or not states:
         return "no module of a partitioned model calls it: compile the model"

@@ -32,7 +32,7 @@ def watch_limit(compiled: Compiled, request: CompileRequest, compiler: GraphComp
         return compiled
     states = partition_states(request.module)
     if not states:
-        return compiled  # a pipeline stage: the pipeline watches
+        return compiled  # of a pipeline stage, which `StageLimits` watches
     peak, strict, function = compiler.outcome.step_peak, request.options.strict, request.function
     spare = 0 if peak is None else limit - peak
     trained = {number: shard_bytes(info) for number, info in facts.params.items() if info.requires_grad}

@@ -23,7 +23,7 @@ class SparseAttentionConfig(Section):
         None,
         "allow a different layout per head",
         parallel=True,
-        needs=(Needs("parallel.tp", (1,), "each rank has other heads", only=True),),
+        needs=(Needs("parallel.tp", (1,), "each rank has different heads", only=True),),
     )
     num_local_blocks: int | None = key(None, "fixed: blocks per window", parallel=True)
     num_global_blocks: int | None = key(

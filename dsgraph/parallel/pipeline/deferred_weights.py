@@ -60,8 +60,8 @@ class DeferredWeights:
     Attributes:
         queue: The queue of weight gradients.
         products: The products, in the order of the extra arguments.
-        results: Number of extra results of the stage: of each product an empty tensor of its dtype, then the rows that
-            products multiply.
+        results: Number of extra results of the stage: for each product an empty tensor of its dtype, then the rows that
+            the products multiply.
     """
 
     queue: WeightQueue
@@ -97,7 +97,7 @@ class _Product:
     shape: torch.Size
 
     def gradient(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of the weight. Under autocast the product had a lower precision."""
+        """Return the gradient of the weight, in its dtype. Under autocast the product has a lower precision."""
         rows, grads = rows.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
         return (rows.t() @ grads if self.is_transposed else grads.t() @ rows).to(self.weight.dtype)
 
@@ -161,7 +161,7 @@ def _operands(node: Node, kind: str) -> tuple[Any, Any, Any]:
 
 
 class _Gradient(torch.autograd.Function):
-    """An extra argument of a stage, by whose gradient that of a weight is computed later."""
+    """An extra argument of a stage. The gradient of a weight is computed later from the gradient of this argument."""
 
     @staticmethod
     def forward(ctx: Any, product: _Product, queue: WeightQueue, extra: list[Tensor], weight: nn.Parameter) -> Tensor:

@@ -198,7 +198,7 @@ class Evaluation:
 
 
 def _drop_grad_modes(gm: GraphModule) -> None:
-    """Drop what switches gradients on and off: evaluation has none, and a region could not be cut into stages."""
+    """Remove calls that switch gradients on or off: evaluation computes none, and such a region cannot be cut."""
     for node in gm.graph.find_nodes(op="call_function", target=set_grad_enabled):
         gm.graph.erase_node(node)
     gm.recompile()

@@ -17,9 +17,8 @@ class StageMemory:
         stage: Its number.
         in_flight: The most micro-batches whose forward has run and whose backward has not.
         limit: Bytes that a step may use on this rank.
-        peak: Predicted bytes of a step on this rank, at their peak while the stage computes. If the rank has several
-            stages, each has a share of the memory. None if it is not known: the graph came from torch's cache, or
-            nothing in it is trained.
+        peak: Predicted peak bytes of a step on this rank, with all its stages; the same for each of them. None if it is
+            not known: a graph came from torch's cache, or nothing in it is trained.
         plan: What the stage saves, recomputes and offloads, as text.
     """
 

@@ -86,6 +86,7 @@ class PipelinedModel:
             OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
                 before anything is sent.
             MemoryLimitError: The stages cannot keep the option `memory_limit`. All ranks raise before the first step.
+            StrictError: With `strict`, gradients of an earlier step exceed the memory that `memory_limit` leaves.
         """
         leaves = self._arguments.leaves("step", args, kwargs, target)
         inputs = {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
@@ -114,7 +115,7 @@ class PipelinedModel:
         )
 
     def scale_loss(self, scale: float) -> None:
-        """Multiply the loss and the gradients of later steps by a number. `step` returns the loss without it."""
+        """Multiply the loss and the gradients of later steps by a number. `step` returns the unscaled loss."""
         self._loss.scale = scale
 
     def evaluate(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:

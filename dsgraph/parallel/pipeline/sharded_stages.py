@@ -149,7 +149,7 @@ class ShardedStages:
         replicated = sum(size for entry, size in trained if not entry.spec.group)
         split = [size for entry, size in trained if entry.spec.group]
         travelling = min(sum(split), IN_FLIGHT_BYTES + max(split, default=0))
-        # In one bucket of replicated parameters: the gradients in a row, their sum, in two dtypes, and the parts of it.
+        # `reduce_replicated` makes four copies: concatenated gradients, their sum in two dtypes, and its parts.
         return 4 * replicated + 2 * travelling + sum(entry.rows.nbytes for entry, _ in trained if entry.spec.group)
 
     def _trained(self) -> Iterator[tuple[ParameterState, int]]:

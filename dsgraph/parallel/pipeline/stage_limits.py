@@ -33,7 +33,7 @@ from .tied_gradients import StepGradients
 
 @dataclass(kw_only=True)
 class StageLimits:
-    """Plans this rank's stages before the first step, so that a step stays within the limit.
+    """The memory limit of this rank's stages, whose graphs are planned and compiled before the first step.
 
     Attributes:
         limit: Bytes that a step may use on this rank.
@@ -120,8 +120,9 @@ class StageLimits:
             inputs: The complete batch.
 
         Raises:
-            MemoryLimitError: A stage of any rank cannot keep the limit; all ranks raise.
-            StrictError: With `strict`, the limit cannot be promised.
+            MemoryLimitError: A stage of any rank cannot keep the limit or, with `strict`, is not planned. All ranks
+                raise it.
+            StrictError: With `strict`, gradients of an earlier step exceed the memory that the limit leaves.
         """
         if kind not in self._plans:
             self._plans[kind] = self._planned_together(run, inputs)

@@ -73,7 +73,7 @@ class StageRuns:
         return self._known[key]
 
     def drop(self) -> None:
-        """Drop stages and schedules after a step that failed: torch's keep its losses and deferred gradients."""
+        """Drop stages and schedules after a step that failed, because they keep its losses and deferred gradients."""
         self._known = {}
 
     def _made(self, values: Mapping[Node, Any]) -> StageRun:

@@ -56,7 +56,7 @@ class StepGradients:
             parameter.grad = None
 
     def abandon(self) -> None:
-        """End a step that failed: gradients are those before it, and full parameters are released."""
+        """End a step that failed: restore the gradients from before it, and release full parameters."""
         if self.sharded is not None:
             self.sharded.take_gradients()
             self.sharded.let_go()

@@ -18,8 +18,8 @@ class Unit:
 
     Attributes:
         module: The module that is being called; empty for the model, and for a function that no module calls.
-        block: The repeated block that `module` is, or is inside of, or such a layer that is compiled by itself; empty
-            outside of them.
+        block: The repeated block, or the layer that is compiled by itself, that `module` is or is inside of; empty
+            outside blocks.
         blocks: The blocks that may share the unit's graphs: `block` and its equals.
     """
 

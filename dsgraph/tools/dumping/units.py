@@ -40,7 +40,7 @@ class UnitRun:
         modules: The modules that run it, in order: equal blocks, or one module; an empty name for the model.
         is_block: True for blocks.
         graphs: For each of its graphs, the number of the newest compile. Several numbers where a block may run the
-            graph of any of several others: guards decide, and nothing notes the result.
+            graph of any of several others: Dynamo's guards decide, and their choice is not recorded.
         recompiles: Number of earlier compiles of these graphs.
     """
 

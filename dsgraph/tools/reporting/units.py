@@ -29,7 +29,7 @@ class Unit(UnitRun):
         parameters: The parameters that the graphs read, by their names in the model; `*` stands for the number of the
             block.
         is_planned: True if the plan of the blocks gathers its parameters and reduces their gradients.
-        copy_bytes: Full parameters of one block, which the plan gathers.
+        copy_bytes: Bytes of the full parameters of one block, which the plan gathers.
         gather: The traffic of gathering them once.
         reduction: The traffic of reducing the gradients of one block.
     """
@@ -142,7 +142,7 @@ def _exceptions(state: PartitionState) -> Iterator[PlanException]:
     entries = [entry for block in ran for entry in block.entries]
     held = [entry.name for entry in entries if entry.is_held_for_step]
     if held:
-        yield PlanException(listed(held), "inside accumulate gathered once a step, by the graphs that read them")
+        yield PlanException(listed(held), "gathered once a step inside accumulate, by the graphs that read them")
     trained = [entry for block in ran for entry in block.trained()]
     hooked = [entry.name for entry in trained if has_hooks(entry.param)]
     if hooked:

@@ -42,7 +42,7 @@ def _nodes(own: Sequence[Compile], phase: str) -> str:
 
 
 def _communication(unit: Unit, own: Sequence[Compile]) -> tuple[str, str]:
-    """Return how parameters get into the graphs, and gradients out of them."""
+    """Return how the parameters of a unit are gathered, and how its gradients are reduced."""
     if unit.is_planned:
         return _amount("gathered", unit.gather), _amount("reduced", unit.reduction)
     sends = {graph.phase: total(graph.traffic) for item in own for graph in item.graphs if graph.traffic}
@@ -62,7 +62,7 @@ def _uncompiled(report: ReportRecord) -> list[str]:
         return []
     functions = listed(dict.fromkeys(f"{item.what} ({short(item.place).partition(' (')[0]})" for item in callers))
     reads = f"; parameters read outside graphs: {listed(read)}" if read else ""
-    return [wrap(f"between the units runs uncompiled code: {functions or 'of the model'}{reads}")]
+    return [wrap(f"uncompiled code between the units: {functions or 'in the model'}{reads}")]
 
 
 def _plan(plan: Plan) -> list[str]:
@@ -72,7 +72,9 @@ def _plan(plan: Plan) -> list[str]:
         if plan.gathers_ahead
         else "each is gathered when it runs, and its gradients are waited for at once, because of overlap_comm=False"
     )
-    kept = f"from the forward to the backward stay the parameters of {plan.kept}: {bytes_text(plan.kept_bytes)}"
+    kept = (
+        f"parameters that stay gathered from the forward to the backward: {bytes_text(plan.kept_bytes)} of {plan.kept}"
+    )
     return [
         wrap(f"plan of {plan.blocks} blocks: {how}", kept),
         *(wrap(f"- {item.what}: {item.reason}") for item in plan.exceptions),

@@ -199,7 +199,7 @@ def test_heads_that_are_split_over_ranks_have_one_layout(differ):
     torch.compile(F.scaled_dot_product_attention, backend=split)(*_heads())
     ((changed, notes),) = found
     assert changed == (0 if differ else 1)
-    assert ("tensor-parallel ranks have other heads" in notes) is differ
+    assert ("tensor-parallel ranks have different heads" in notes) is differ
 
 
 def test_a_layout_of_another_length_is_no_error():

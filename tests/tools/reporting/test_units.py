@@ -80,7 +80,8 @@ def test_a_step_is_a_sequence_of_units(fake_ranks):
     assert (report.plan.gathers_ahead, report.plan.exceptions) == (True, ())
     text = " ".join(str(report).split())
     assert f"body.layers.0 ... body.layers.2 (3) 3 {compiled} " in text
-    assert "uncompiled code: forward (" in text and "parameters read outside graphs: body.embedding.weight" in text
+    assert "uncompiled code between the units: forward (" in text
+    assert "parameters read outside graphs: body.embedding.weight" in text
     assert "each is gathered while the block before it computes" in text
 
 
