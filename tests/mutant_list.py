@@ -1485,7 +1485,7 @@ PARALLEL = (
     ),
     Mutant(
         *("captured-inputs-kept", "dsgraph/parallel/pipeline/captured_model.py", "leak"),
-        *("capture_model", ".pop()", "[0]"),
+        *("_graph_of", ".pop()", "[0]"),
         killers=(
             "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
         ),
@@ -1509,7 +1509,7 @@ PARALLEL = (
     ),
     Mutant(
         *("deferred-weights-in-the-backward", "dsgraph/parallel/pipeline/deferred_weights.py", "counted twice"),
-        *("defer_weights", 'node.replace_input_with(weight, graph.call_method("detach", (weight,)))', "pass"),
+        *("defer_weights", 'graph.call_method("detach", (weight,))', "weight"),
         killers=("tests/distributed/test_pipeline.py::test_compiled_stages_are_those_of_the_unsplit_model",),
     ),
     Mutant(

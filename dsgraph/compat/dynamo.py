@@ -21,6 +21,12 @@ def not_capturable() -> type[Exception]:
     return torch._dynamo.exc.Unsupported
 
 
+def capture_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that Dynamo raises for a forward: graph breaks, wrong operands, values that are unknown."""
+    errors = torch._dynamo.exc
+    return errors.Unsupported, errors.TorchRuntimeError, errors.UserError
+
+
 def ignoring_log_messages() -> Any:
     """Return a context in which Dynamo captures code that logs, without the messages."""
     emits = ("debug", "info", "warning", "error", "critical", "exception", "log")

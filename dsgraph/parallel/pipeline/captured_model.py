@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dsgraph.compat.autograd import version_of
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.dtensor import fake_like
-from dsgraph.compat.dynamo import ignoring_log_messages, not_capturable
+from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
 from dsgraph.compat.tensors import flatten_tree, map_tensors
 from dsgraph.compiler.remedies import remedy
 from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
@@ -98,24 +98,14 @@ def capture_model(
         PartitionError: The forward has a graph break, writes to a buffer, or reads a tensor that is neither input nor
             part of the model.
     """
-    kept: list[tuple[GraphModule, Sequence[Any]]] = []
-
-    def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        kept.append((gm, inputs))
-        return torch.no_grad()(gm.forward)  # it runs once, and nothing that it computes is kept
-
-    mode = detect_fake_mode([*model.parameters(), *model.buffers()])
-    args, kwargs = map_tensors(lambda tensor: _argument(tensor, mode, device), (args, dict(kwargs)))
-    _install_hooks(model, kwargs)
-    try:
-        # A copy on a device makes tensors there that the model, which may be on another, makes on the default device.
-        with ignoring_log_messages(), allowing_recompiles(), mode or nullcontext(), device if mode else nullcontext():
-            torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
-    except not_capturable() as error:
-        why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))} Torch says: {error}"
-        raise PartitionError(why) from error
-    gm, values = kept.pop()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
-    state, inputs = _origins(gm, values, model=model, leaves=flatten_tree((args, kwargs))[0])
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # now: the forward may replace a buffer
+    mode = detect_fake_mode([tensor for _, tensor in tensors])
+    as_fake = lambda tensor: fake_like(tensor, mode, device=device).requires_grad_(tensor.requires_grad)  # noqa: E731
+    args, kwargs = map_tensors(as_fake if mode else lambda tensor: tensor.to(device), (args, dict(kwargs)))
+    # A copy on a device makes tensors there that the model, which may be on another, makes on the default device.
+    with mode or nullcontext(), device if mode else nullcontext():
+        gm, values = _graph_of(model, args, kwargs, is_copy=mode is not None)
+    state, inputs = _origins(gm, values, tensors=tensors, leaves=flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
     run = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
@@ -128,10 +118,25 @@ def capture_model(
     return CapturedModel(gm, state, inputs, list(results), run.costs, slices, repeated, bool(run.effects.draws))
 
 
-def _argument(tensor: Tensor, mode: Any, device: torch.device) -> Tensor:
-    if mode is None:
-        return tensor.to(device)
-    return fake_like(tensor, mode, device=device).requires_grad_(tensor.requires_grad)
+def _graph_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_copy: bool
+) -> tuple[GraphModule, Sequence[Any]]:
+    """Return the forward as Dynamo captures it, and the values of its placeholders."""
+    kept: list[tuple[GraphModule, Sequence[Any]]] = []
+
+    def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        kept.append((gm, inputs))
+        return torch.no_grad()(gm.forward)  # it runs once, and nothing that it computes is kept
+
+    _install_hooks(model, kwargs)
+    try:
+        with ignoring_log_messages(), allowing_recompiles():
+            torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
+    except capture_errors() as error:
+        outside = " In the copy that is captured, other tensors of the model stay on its device." if is_copy else ""
+        why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))}{outside}"
+        raise PartitionError(f"{why} Torch says: {error}") from error
+    return kept.pop()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -149,10 +154,10 @@ def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def _origins(
-    gm: GraphModule, values: Sequence[Any], *, model: nn.Module, leaves: Sequence[Any]
+    gm: GraphModule, values: Sequence[Any], *, tensors: Sequence[tuple[str, Tensor]], leaves: Sequence[Any]
 ) -> tuple[dict[str, tuple[str, Tensor]], dict[str, int]]:
     """Return the origin of each placeholder: the model, or the arguments."""
-    names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    names = {id(tensor): name for name, tensor in tensors}
     numbers = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     state, inputs = {}, {}
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):

@@ -18,6 +18,9 @@ import torch.nn.functional as F  # noqa: N812 - as users write it
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from dsgraph.compat.autograd import version_of
+from dsgraph.passes.compat import is_batched
+
 
 class WeightQueue:
     """A queue of weight gradients that are still to be computed.
@@ -98,7 +101,7 @@ class _Product:
 
     def gradient(self, rows: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of the weight, in its dtype. Under autocast the product has a lower precision."""
-        rows, grads = rows.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
+        rows, grads = rows.reshape(-1, rows.shape[-1]).to(grad.dtype), grad.reshape(-1, grad.shape[-1])
         return (rows.t() @ grads if self.is_transposed else grads.t() @ rows).to(self.weight.dtype)
 
 
@@ -120,7 +123,7 @@ def defer_weights(gm: GraphModule, queue: WeightQueue) -> DeferredWeights:
         with graph.inserting_after(places[-1]):
             places.append(graph.placeholder(f"gradient_{number}"))
         with graph.inserting_before(node):
-            node.replace_input_with(weight, graph.call_method("detach", (weight,)))
+            node.update_arg(_place_of_weight(kind), graph.call_method("detach", (weight,)))
         with graph.inserting_after(node):
             tap = graph.call_function(_tap, (node, places[-1]))
         node.replace_all_uses_with(tap, delete_user_cb=lambda user, tap=tap: user is not tap)
@@ -147,9 +150,15 @@ def _kind(gm: GraphModule, node: Node) -> str | None:
     weight = _operands(node, kind)[1]
     if not isinstance(weight, Node) or weight.op != "get_attr":
         return None
+    if is_batched(node.meta["val"]) or version_of(node.meta["val"]) > 0:  # inside `vmap`, or written to later
+        return None
     path, _, leaf = str(weight.target).rpartition(".")
     parameter = gm.get_submodule(path)._parameters.get(leaf)
     return kind if parameter is not None and parameter.requires_grad and parameter.dim() == 2 else None
+
+
+def _place_of_weight(kind: str) -> int:
+    return 2 if kind == "addmm" else 1
 
 
 def _operands(node: Node, kind: str) -> tuple[Any, Any, Any]:

@@ -44,7 +44,9 @@ def refuse_mixed_dtypes(captured: CapturedModel, dtype: torch.dtype) -> None:
         operands = [read for read in node.all_input_nodes if _dtype(read) is not None]
         if _name(node) in _NORMS:
             operands = operands if _dtype(operands[0]) != dtype else []
-        elif _name(node) not in _PRODUCTS:
+        elif _name(node) == "scaled_dot_product_attention":  # a mask may be float32
+            operands = [read for read in operands if read in node.args[:3]]
+        elif _name(node) not in _PRODUCTS or (_name(node) == "einsum" and not _sums_products(str(node.args[0]))):
             continue
         others = [read for read in operands if _dtype(read) != dtype]
         if others and len(others) < len(operands):
@@ -53,6 +55,13 @@ def refuse_mixed_dtypes(captured: CapturedModel, dtype: torch.dtype) -> None:
                 f"{_origin(others[0], captured)} is {_dtype(others[0])}, and param_dtype casts only parameters and "
                 "inputs. Convert it in the forward, such as buffer.to(x.dtype)"
             )
+
+
+def _sums_products(equation: str) -> bool:
+    """Return True for an einsum that sums over an index of several operands; others multiply element by element."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    repeated = {index for index in operands if index.isalpha() and sum(index in one for one in operands.split(",")) > 1}
+    return bool(repeated - set(result)) if arrow else bool(repeated)
 
 
 def _name(node: Node) -> str:

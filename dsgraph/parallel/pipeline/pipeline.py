@@ -104,7 +104,7 @@ def pipeline(
     costs = _costs(agreement, mesh)
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
     twin = _twin(model, device, param_dtype)
-    captured = _captured(model, example, twin=twin, dtype=param_dtype, device=device, costs=costs)
+    captured = _captured(model, example, dtype=param_dtype, device=device, costs=costs)
     example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     return_only(captured.graph_module, result := result_of(captured, is_loss=loss_fn is None))
@@ -185,17 +185,15 @@ def _captured(
     model: nn.Module,
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
     *,
-    twin: nn.Module | PartitionError,
     dtype: torch.dtype | None,
     device: torch.device,
     costs: CostModel,
 ) -> CapturedModel:
-    """Capture a model, or its twin without values if its parameters have another dtype or device."""
+    """Capture a model, or a copy without values if its parameters have another dtype or device."""
     args, kwargs = example
     if dtype is None and all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
-    if isinstance(twin, PartitionError):
-        raise twin
+    twin = without_values(model, device, dtype=dtype)  # not that of evaluation: a forward may leave something in it
     captured = capture_model(twin, args, kwargs=kwargs, device=device, costs=costs)
     if dtype is not None:
         refuse_mixed_dtypes(captured, dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +29,9 @@ from .schedule_order import HOLDS_SENT, ZERO_BUBBLE, most_in_flight
 from .stage_modules import LossOf, StageModule, stage_buffers
 from .stage_runs import StageRun
 from .tied_gradients import StepGradients
+
+_UNPROMISED = "memory_limit cannot be promised for a step of the pipeline: "
+_Result = TypeVar("_Result")
 
 
 @dataclass(kw_only=True)
@@ -120,47 +123,62 @@ class StageLimits:
             inputs: The complete batch.
 
         Raises:
-            MemoryLimitError: A stage of any rank cannot keep the limit or, with `strict`, is not planned. All ranks
-                raise it.
-            StrictError: With `strict`, gradients of an earlier step exceed the memory that the limit leaves.
+            MemoryLimitError: A stage of any rank cannot keep the limit. All ranks raise it.
+            StrictError: With `strict`, a stage of any rank is not planned, or gradients of an earlier step exceed the
+                memory that the limit leaves. All ranks raise it.
         """
         if kind not in self._plans:
             self._plans[kind] = self._planned_together(run, inputs)
-        spare = self.limit - max(memory.peak or self.limit for memory in self._plans[kind])
+        elif self.is_strict:
+            self._together(lambda: self._check_earlier(self._plans[kind]))
+        else:
+            self._check_earlier(self._plans[kind])
+        return self._plans[kind]
+
+    def _check_earlier(self, plans: Sequence[StageMemory]) -> None:
+        spare = self.limit - max(memory.peak or self.limit for memory in plans)
         held = self.gradients.earlier_bytes()
         if held > spare + self._earlier:
             self._tell(
                 f"{held:,} bytes of gradients are held from an earlier step: call zero_grad() after each step, or "
                 "use a larger limit"
             )
-        return self._plans[kind]
 
     def _planned_together(self, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
-        refusal, found = "", tuple[StageMemory, ...]()
         self._earlier = self.gradients.earlier_bytes()
         with self.gradients.evaluating():  # with full parameters
-            try:
-                self._check_reduction(run, inputs)
-                found = self._planned(run, inputs)
-            except (MemoryLimitError, StrictError) as error:
-                refusal = str(error)
+            return self._together(lambda: self._planned(run, inputs, least=self._check_reduction(run, inputs)))
+
+    def _together(self, check: Callable[[], _Result]) -> _Result:
+        """Return the result of a check; if it fails on any rank, raise the error of the first such rank on all."""
+        refusal, found = "", None
+        try:
+            found = check()
+        except (MemoryLimitError, StrictError) as error:
+            refusal = str(error)
         for agreement in self.agreements:
             said = agreement.exchange("whether their stages keep the memory limit", refusal)
             refusal = next((said[rank] for rank in sorted(said) if said[rank]), "")
         if refusal:
-            raise MemoryLimitError(refusal)
-        return found
+            raise StrictError(refusal) if refusal.startswith(_UNPROMISED) else MemoryLimitError(refusal)
+        return cast(_Result, found)
 
     def _tell(self, gap: str) -> None:
-        message = f"memory_limit cannot be promised for a step of the pipeline: {gap}"
+        message = f"{_UNPROMISED}{gap}"
         if self.is_strict:
             raise StrictError(message)
         if gap not in self._told:
             self._told.add(gap)
             warnings.warn(message, stacklevel=5)
 
-    def _planned(self, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
-        """Plan the stages one after the other: each gets its share of what the limit leaves besides earlier ones."""
+    def _planned(self, run: StageRun, inputs: Mapping[str, Tensor], *, least: int) -> tuple[StageMemory, ...]:
+        """Plan the stages one after the other: each gets its share of what the limit leaves besides earlier ones.
+
+        Args:
+            run: The stages as the schedule runs them.
+            inputs: The complete batch.
+            least: Bytes at the end of a step.
+        """
         step = self._step(run, inputs)
         fixed, taken, plans = sum(step.values()), 0, dict[int, tuple[str, ...]]()
         weights = {key: (self.in_flight[key] + 1) * _activations(module) for key, module in self.modules.items()}
@@ -178,7 +196,7 @@ class StageLimits:
             is_known = is_known and outcome.step_peak is not None
             taken += math.ceil(share * room) if outcome.step_peak is None else outcome.step_peak - fixed - others
             plans[number] = next((record.done[1:] for record in outcome.passes if record.name == PLANNED), ())
-        peak = fixed + taken if is_known else None
+        peak = max(fixed + taken, least) if is_known else None
         return tuple(
             StageMemory(number, self.in_flight[number], self.limit, peak, plan) for number, plan in plans.items()
         )
@@ -240,8 +258,8 @@ class StageLimits:
         held += max((number_of(node, tensor_bytes(node.meta.get("val"))) for node in sums), default=0)
         return held + self.holds_sent * (count - self.in_flight[number]) * _bytes(sent)
 
-    def _check_reduction(self, run: StageRun, inputs: Mapping[str, Tensor]) -> None:
-        """Refuse a limit that the reduction of gradients at the end of a step exceeds."""
+    def _check_reduction(self, run: StageRun, inputs: Mapping[str, Tensor]) -> int:
+        """Return the bytes that the reduction of gradients takes at the end of a step; refuse a limit below."""
         held = self._step(run, inputs) | {"reduced gradients": self.gradients.reduction_bytes()}
         least = sum(held.values())
         if least > self.limit:
@@ -251,6 +269,7 @@ class StageLimits:
                 f"rank {dist.get_rank()}: there are {parts}; raise the limit, or use more pipeline stages, smaller or "
                 "fewer micro-batches, or a higher zero_stage"
             )
+        return least
 
 
 def _tensors(module: StageModule) -> list[Tensor]:

@@ -172,6 +172,11 @@ class _Wide(nn.Module):
         if self.way == "autocast":
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return self.linear(x + self.places).mean()
+        if self.way == "mask":
+            heads = self.linear(x).view(1, 1, ROWS, 4)
+            return F.scaled_dot_product_attention(heads, heads, heads, self.places[:ROWS].expand(ROWS, ROWS)).mean()
+        if self.way == "scale":
+            return torch.einsum("bd,d->bd", self.linear(x), self.places).mean()
         return (self.linear(x + self.places.to(x.dtype)) * self.places).mean()
 
 
@@ -181,8 +186,7 @@ class _Wide(nn.Module):
         ("norm", r"layer_norm in 'norm' gets torch.float32 and torch.bfloat16: buffer 'places' is torch.float32"),
         ("product", r"linear in 'linear' gets torch.float32 and torch.bfloat16: buffer 'places' is torch.float32"),
         ("made", r"linear in 'linear' gets .*: the value 'ones' that the forward makes is torch.float32"),
-        ("autocast", ""),
-        ("cast", ""),
+        *((way, "") for way in ("autocast", "cast", "mask", "scale")),
     ],
 )
 def test_a_buffer_that_param_dtype_does_not_cast_is_named(way, error):
