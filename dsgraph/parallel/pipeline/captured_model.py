@@ -102,8 +102,7 @@ def capture_model(
     mode = detect_fake_mode([tensor for _, tensor in tensors])
     as_fake = lambda tensor: fake_like(tensor, mode, device=device).requires_grad_(tensor.requires_grad)  # noqa: E731
     args, kwargs = map_tensors(as_fake if mode else lambda tensor: tensor.to(device), (args, dict(kwargs)))
-    # A copy on a device makes tensors there that the model, which may be on another, makes on the default device.
-    with mode or nullcontext(), device if mode else nullcontext():
+    with mode or nullcontext():
         gm, values = _graph_of(model, args, kwargs, is_copy=mode is not None)
     state, inputs = _origins(gm, values, tensors=tensors, leaves=flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)

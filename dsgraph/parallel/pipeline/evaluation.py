@@ -19,6 +19,7 @@ from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import PartitionError
 
 from .captured_model import CapturedModel, capture_model, fake_values
+from .model_copy import default_device
 from .stage_modules import LossOf, StageModule
 from .stage_values import fetch_missing
 
@@ -81,6 +82,7 @@ class Evaluation:
         model: nn.Module | PartitionError,
         example: tuple[tuple[Any, ...], Mapping[str, Any]],
         *,
+        is_moved: bool,
         result: Callable[[CapturedModel], Node],
         held: Held,
         loss: LossOf,
@@ -92,6 +94,7 @@ class Evaluation:
         Args:
             model: The model without values, see `without_values`; or why there is none.
             example: Arguments of one micro-batch.
+            is_moved: True if the model was on another device than its stages.
             result: Returns the result of the last stage.
             held: This rank's parameters.
             loss: Computes a micro-batch's share of the mean loss from that result.
@@ -106,6 +109,7 @@ class Evaluation:
         self._model: nn.Module | None = model.eval()
         self._example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)
         self._result, self._held, self._loss, self._agreement, self._options = result, held, loss, agreement, options
+        self._is_moved = is_moved
         self._graphs: list[StageGraph] = []
         self._modules: dict[int, StageModule] = {}
         self._captured: CapturedModel | None = None
@@ -167,7 +171,8 @@ class Evaluation:
         assert self._model is not None
         args, kwargs = self._example
         held = self._held
-        captured = capture_model(self._model, args, kwargs=kwargs, device=held.device)
+        with default_device(held.device if self._is_moved else None):
+            captured = capture_model(self._model, args, kwargs=kwargs, device=held.device)
         _drop_grad_modes(captured.graph_module)
         return_only(captured.graph_module, result := self._result(captured))
         missing = [name for name, _ in captured.state.values() if name not in held.stages]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +45,15 @@ def without_values(model: nn.Module, device: torch.device, *, dtype: torch.dtype
             f"pipeline: {type(model).__name__} cannot be copied, which evaluate, param_dtype and a model on another "
             f"device than its stages need: {error}"
         ) from error
+
+
+def default_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Return a context in which a forward makes tensors on a device: that of a copy of a model on another device.
+
+    Args:
+        device: The device; None leaves the default, with which Dynamo is three times faster.
+    """
+    return nullcontext() if device is None else device
 
 
 def with_values(captured: CapturedModel, model: nn.Module) -> CapturedModel:

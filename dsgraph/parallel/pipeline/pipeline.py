@@ -27,7 +27,7 @@ from dsgraph.utils.errors import OptionError, PartitionError
 from .captured_model import CapturedModel, capture_model
 from .evaluation import Evaluation, Held
 from .mixed_dtypes import refuse_mixed_dtypes
-from .model_copy import with_values, without_values
+from .model_copy import default_device, with_values, without_values
 from .pipeline_report import PipelineReport
 from .pipelined import PipelinedModel
 from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_microbatches, check_order, stages_of_ranks
@@ -104,7 +104,8 @@ def pipeline(
     costs = _costs(agreement, mesh)
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
     twin = _twin(model, device, param_dtype)
-    captured = _captured(model, example, dtype=param_dtype, device=device, costs=costs)
+    is_moved = any(tensor.device != device for tensor in (*model.parameters(), *model.buffers()))
+    captured = _captured(model, example, dtype=param_dtype, is_moved=is_moved, device=device, costs=costs)
     example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     return_only(captured.graph_module, result := result_of(captured, is_loss=loss_fn is None))
@@ -138,6 +139,7 @@ def pipeline(
             Evaluation,
             twin,
             example,
+            is_moved=is_moved,
             result=partial(result_of, is_loss=loss_fn is None, evaluates=True),
             held=Held.of(graphs, held, group=group, device=device),
             loss=LossOf(loss_fn, microbatches),
@@ -186,15 +188,17 @@ def _captured(
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
     *,
     dtype: torch.dtype | None,
+    is_moved: bool,
     device: torch.device,
     costs: CostModel,
 ) -> CapturedModel:
     """Capture a model, or a copy without values if its parameters have another dtype or device."""
     args, kwargs = example
-    if dtype is None and all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+    if dtype is None and not is_moved:
         return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
     twin = without_values(model, device, dtype=dtype)  # not that of evaluation: a forward may leave something in it
-    captured = capture_model(twin, args, kwargs=kwargs, device=device, costs=costs)
+    with default_device(device if is_moved else None):
+        captured = capture_model(twin, args, kwargs=kwargs, device=device, costs=costs)
     if dtype is not None:
         refuse_mixed_dtypes(captured, dtype)
     return with_values(captured, model)
