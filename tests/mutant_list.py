@@ -696,7 +696,7 @@ BLOCKS = (
     ),
     Mutant(
         *("light-graphs-that-gather", "dsgraph/compiler/around_blocks.py", "ranks differ"),
-        *("options_of_graph", "any(map(_is_shard, value.placements))", "False"),
+        *("options_of_graph", "any(one.is_shard() for one in value.placements)", "False"),
         killers=("tests/compiler/test_around_blocks.py",),
     ),
     Mutant(

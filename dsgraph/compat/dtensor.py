@@ -31,6 +31,8 @@ def fake_like(
 ) -> torch.Tensor:
     """Return a tensor of a fake mode with the shape and strides of another; a `DTensor` keeps its placements.
 
+    It requires a gradient if the other does, unless that is a `DTensor`.
+
     Args:
         tensor: The other tensor, of any shape and dtype.
         mode: A `FakeTensorMode`.
@@ -40,7 +42,8 @@ def fake_like(
     if isinstance(tensor, DTensor):
         return distributed_like(tensor, fake_like(tensor.to_local().detach(), mode, device=device, dtype=dtype))
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+        return fake.requires_grad_(tensor.requires_grad)
 
 
 def replicated_value(value: DTensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,13 +38,9 @@ def options_of_graph(
     is_chosen = "codegen" in options.model_fields_set or options.inductor or mode is not None
     if is_chosen or not capture.is_around_blocks:
         return options
-    if any(isinstance(value, DTensor) and any(map(_is_shard, value.placements)) for value in inputs):
+    if any(isinstance(value, DTensor) and any(one.is_shard() for one in value.placements) for value in inputs):
         return options
     return options.model_copy(update={"codegen": "eager"}) if _is_light(gm, inputs) else options
-
-
-def _is_shard(placement: Placement) -> bool:
-    return isinstance(placement, Shard)
 
 
 def _is_light(gm: GraphModule, inputs: Sequence[Any]) -> bool:

@@ -123,7 +123,7 @@ def communication_lines(
 
     Args:
         gm: The captured graph.
-        facts: What is known of it.
+        facts: Its facts.
         parameters: Input number -> full name.
         training: True if gradients are reduced.
     """

@@ -49,8 +49,9 @@ def split_as_planned(
         return None
     (output,) = gm.graph.find_nodes(op="output")
     gradients = of_gradients(gm)
-    is_kept = lambda node: node.name in saved or (must(node, Choice.SAVE) and node.name not in repeated)  # noqa: E731
-    kept = frozenset(node for node in gm.graph.nodes if node not in gradients and is_kept(node))
+    forced = {node.name for node in gm.graph.nodes if must(node, Choice.SAVE)} - set(repeated)
+    chosen = forced.union(saved)
+    kept = frozenset(node for node in gm.graph.nodes if node not in gradients and node.name in chosen)
     steps = list(backward_steps(gm, gradients, kept))
     again = [node for node, is_again in steps if is_again]
     crossing = _crossing(gm, [node for node, _ in steps], output.args[0][outputs:])

@@ -100,8 +100,9 @@ def capture_model(
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]  # now: the forward may replace a buffer
     mode = detect_fake_mode([tensor for _, tensor in tensors])
-    as_fake = lambda tensor: fake_like(tensor, mode, device=device).requires_grad_(tensor.requires_grad)  # noqa: E731
-    args, kwargs = map_tensors(as_fake if mode else lambda tensor: tensor.to(device), (args, dict(kwargs)))
+    args, kwargs = map_tensors(
+        lambda tensor: fake_like(tensor, mode, device=device) if mode else tensor.to(device), (args, dict(kwargs))
+    )
     with mode or nullcontext():
         gm, values = _graph_of(model, args, kwargs, is_copy=mode is not None)
     state, inputs = _origins(gm, values, tensors=tensors, leaves=flatten_tree((args, kwargs))[0])

@@ -86,7 +86,8 @@ class PipelinedModel:
             OptionError: The arguments are not those of the example, or do not divide into the micro-batches. Raised
                 before anything is sent.
             MemoryLimitError: The stages cannot keep the option `memory_limit`. All ranks raise before the first step.
-            StrictError: With `strict`, gradients of an earlier step exceed the memory that `memory_limit` leaves.
+            StrictError: With `strict`, a stage is not planned, or gradients of an earlier step exceed the memory that
+                `memory_limit` leaves. All ranks raise.
         """
         leaves = self._arguments.leaves("step", args, kwargs, target)
         inputs = {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
