@@ -1542,6 +1542,16 @@ PARALLEL = (
         ),
     ),
     Mutant(
+        *("cuts-ignore-the-link", "dsgraph/parallel/pipeline/pipeline.py", "missing term"),
+        *("_seconds_per_byte", '1 / link.of("all_gather_into_tensor").bytes_per_s', "0.0"),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
+    ),
+    Mutant(
+        *("stages-without-work", "passes/parallel/split_stages.py", "missing check"),
+        *("SplitStages.plan", "0 < crossing[at] < math.inf", "crossing[at] < math.inf"),
+        killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
+    Mutant(
         *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
         *("_crossing_bytes", "_writes(name)", "False"),
         killers=("tests/passes/parallel/test_split_stages.py",),

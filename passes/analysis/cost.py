@@ -226,9 +226,10 @@ class CostModel:
         sizes = [axis.size for axis in self.axes if axis.group == group]
         if links is None or not sizes:
             return None
-        link, steps = links.of(kind), collective_steps(kind, sizes[0], trees=links.trees)
+        steps = collective_steps(kind, sizes[0], trees=links.trees)
         if steps is None:
             return None
+        link = links.of(kind)
         return steps * link.latency_s + sent / link.bytes_per_s
 
     def _transfer_seconds(self, node: Node) -> float | None:

@@ -10,6 +10,8 @@ from typing import ClassVar
 
 import torch
 
+from dsgraph.passes.ir.collectives import TABLE
+
 
 @dataclass(frozen=True)
 class Link:
@@ -44,7 +46,15 @@ class LinkTable:
     trees: bool = False
 
     def of(self, kind: str) -> Link:
-        """Return the link for a kind of collective."""
+        """Return the link for a kind of collective.
+
+        Raises:
+            KeyError: No collective has this name.
+        """
+        if kind not in TABLE.by_kind:
+            raise KeyError(
+                f"no collective is called {kind!r}: use a key of `TABLE.by_kind` ({', '.join(TABLE.by_kind)})"
+            )
         return next((link for name, link in self.kinds if name == kind), self.usual)
 
     def has(self, kind: str) -> bool:

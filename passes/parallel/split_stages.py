@@ -82,7 +82,8 @@ class SplitStages:
         order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
         crossing = _crossing_bytes(order, set(repeated))
         before = [0.0, *accumulate(costs.get(node, 0.0) for node in order)]
-        legal = [at for at in range(1, len(order)) if math.isfinite(crossing[at])]
+        # If nothing crosses, all nodes before the cut are repeated: that stage would compute nothing.
+        legal = [at for at in range(1, len(order)) if 0 < crossing[at] < math.inf]
         if self.split != "auto":
             return _planned(order, self._named(order, legal), before, crossing)
         blocks = [at for at in legal if _block(order[at - 1]) != _block(order[at])]

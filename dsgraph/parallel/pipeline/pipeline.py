@@ -247,7 +247,7 @@ def _seconds_per_byte(costs: CostModel) -> float:
     Of the measured kinds an all-gather is most like a message.
     """
     (link,) = costs.links.values()
-    return 1 / link.of("all_gather").bytes_per_s
+    return 1 / link.of("all_gather_into_tensor").bytes_per_s
 
 
 def _own_stages(graphs: Sequence[StageGraph], held: Sequence[int], *, defers: bool) -> dict[int, StageModule]:

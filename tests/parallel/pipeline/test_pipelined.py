@@ -1,8 +1,9 @@
-"""A pipeline of one rank: failed steps, and arguments that are refused."""
+"""A pipeline of one rank: failed steps, arguments that are refused, and the measured link in the choice of cuts."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
+from dsgraph.compiler.costs.host import device_name, host_name
+from dsgraph.compiler.costs.store import save
 from dsgraph.utils.errors import OptionError, PartitionError
+from tests.compiler.costs.records import LINK, calibration
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -202,3 +206,18 @@ def test_a_buffer_that_param_dtype_does_not_cast_is_named(way, error):
         return
     with pytest.raises(PartitionError, match=f"{error}, and param_dtype casts only"):
         step()
+
+
+@pytest.mark.parametrize(("bytes_per_s", "width"), [(1e12, 400), (1e6, 4)])
+def test_cuts_follow_the_measured_link(tmp_path, monkeypatch, bytes_per_s, width):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    link = replace(LINK, kind="all_gather_into_tensor", bytes_per_s=bytes_per_s)
+    save(calibration(host=host_name(), device=device_name("cpu"), kernel_s=0.0, links=(link,)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4))
+    piped = dsgraph.pipeline(
+        *(model, init_device_mesh("cpu", (1,)), (torch.ones(ROWS, 4),)),
+        microbatches=COUNT,
+        schedule="Interleaved1F1B",
+        loss_fn=F.mse_loss,
+    )
+    assert piped.report.cut_bytes == (4 * ROWS * width,)

@@ -191,6 +191,8 @@ def test_a_link_may_be_another_for_each_kind():
     assert model.transfer_seconds("all_reduce", "users own", 96) is None
     assert model.transfer_seconds("of_another_kind", "0", 96) is None
     assert table.of("all_reduce") != table.of("broadcast") == Link(1.0, 24.0).of("all_reduce") == table.usual
+    with pytest.raises(KeyError, match=r"no collective is called 'all_gather': .*\(all_gather_into_tensor, "):
+        table.of("all_gather")
 
 
 @pytest.mark.parametrize(

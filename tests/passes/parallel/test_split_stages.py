@@ -176,6 +176,15 @@ def test_masks_are_computed_on_each_stage_and_no_cut_lies_in_a_mode():
     )
 
 
+def test_the_slowest_link_leaves_no_stage_without_work():
+    captured = _captured(_Mask(), torch.randn(2, 4))
+    costs = _uniform(captured)
+    plan = SplitStages(2, seconds_per_byte=1e9).plan(captured.graph_module.graph, costs, captured.repeated)
+    assert plan.cut_bytes == (32,)
+    with pytest.raises(PassError, match=r"no stage can begin with 'layers\.0'"):
+        SplitStages(2, ["layers.0"]).plan(captured.graph_module.graph, costs, captured.repeated)
+
+
 def test_other_results_are_not_gathered_nor_sent():
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         cache = torch.ops.dsgraph.gather_slices(x.sin(), 0, 1, 2, "tp")
