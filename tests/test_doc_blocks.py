@@ -6,9 +6,12 @@ import pytest
 
 from tests.doc_blocks import ROOT, _shows, blocks_of, run_page
 
-FIRST = [ROOT / "README.md", *sorted((ROOT / "docs" / "getting-started").glob("*.md"))]
+STARTED = ROOT / "docs" / "getting-started"
+FIRST = [ROOT / "README.md", *sorted(STARTED.glob("*.md"))]
+# Its program is that of first-dump.md, as a test below makes sure.
+FIRST.remove(STARTED / "first-run.md")
 OTHERS = [ROOT / "docs" / name for name in ("reference/dumps-and-reports.md", "concepts/verifier.md")]
-GUIDES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *OTHERS]
+GUIDES = [STARTED / "first-run.md", *sorted((ROOT / "docs" / "guides").glob("*.md")), *OTHERS]
 
 
 @pytest.mark.distributed
@@ -43,7 +46,6 @@ def test_a_block_that_fails_names_its_page(tmp_path):
 
 
 def test_the_first_dump_is_of_the_program_of_the_first_run():
-    started = ROOT / "docs" / "getting-started"
-    run, dump = (blocks_of((started / page).read_text())[0] for page in ("first-run.md", "first-dump.md"))
+    run, dump = (blocks_of((STARTED / page).read_text())[0] for page in ("first-run.md", "first-dump.md"))
     assert run.title == dump.title == "train.py"
     assert run.code == dump.code
