@@ -1438,8 +1438,23 @@ PARALLEL = (
     ),
     Mutant(
         *("stages-evaluate-as-in-training", "dsgraph/parallel/pipeline/evaluation.py", "missing step"),
-        *("Evaluation.__init__", "model.eval()", "model"),
+        *("Evaluation.__init__", ".eval()", ""),
         killers=("tests/distributed/test_pipeline_evaluation.py",),
+    ),
+    Mutant(
+        *("outputs-of-the-last-micro-batch", "dsgraph/parallel/pipeline/evaluation.py", "missing term"),
+        *("_joined", "torch.cat(list(parts))", "parts[-1]"),
+        killers=("tests/distributed/test_pipeline_outputs.py",),
+    ),
+    Mutant(
+        *("repeated-results-not-relayed", "passes/parallel/stage_graphs.py", "missing step"),
+        *("stage_graphs", ".difference(results)", ""),
+        killers=("tests/distributed/test_pipeline_outputs.py",),
+    ),
+    Mutant(
+        *("returned-arguments-left-out", "dsgraph/parallel/pipeline/captured_model.py", "missing term"),
+        *("OutputTree.of", "if isinstance(leaf, Tensor)", "if isinstance(leaf, Tensor) and id(leaf) not in given"),
+        killers=("tests/parallel/pipeline/test_captured_model.py",),
     ),
     Mutant(
         *("evaluation-cuts-anywhere", "passes/parallel/split_stages.py", "wrong bound"),
@@ -1485,7 +1500,7 @@ PARALLEL = (
     ),
     Mutant(
         *("captured-inputs-kept", "dsgraph/parallel/pipeline/captured_model.py", "leak"),
-        *("_graph_of", ".pop()", "[0]"),
+        *("_graph_of", "kept.clear()", ""),
         killers=(
             "tests/distributed/test_pipeline.py::test_the_first_ranks_values_count_and_other_stages_leave_memory",
         ),

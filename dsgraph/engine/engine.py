@@ -156,13 +156,19 @@ class Engine(EngineInfo):
         """
         return self._strategy.train_batch(batches_of(self.training_dataloader) if data is None else data, self)
 
-    def eval_batch(self, data: Iterator[Any]) -> Any:
+    def eval_batch(self, data: Iterator[Any], return_logits: bool = False) -> Any:
         """Return the model's output for one micro-batch, without gradients.
 
         With the section `parallel`, as in DeepSpeed: run the model's forward in `eval()` for the micro-batches of a
         step, and return the mean of their losses over all ranks.
+
+        Args:
+            data: See `train_batch`.
+            return_logits: True returns a pair: the loss, and the model's output, which has the logits. With the section
+                `parallel` the output is that of all micro-batches, on the ranks of the last stage, and None on the
+                others; see `PipelinedModel.evaluate`.
         """
-        return self._strategy.evaluate(data, self)
+        return self._strategy.evaluate(data, self, return_logits=return_logits)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients of the current step. The count of micro-batches goes on."""

@@ -171,10 +171,11 @@ class MicroBatches:
             engine.step()
         return total
 
-    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Any:
-        """Return the model's output for the next micro-batch, without gradients."""
+    def evaluate(self, data: Iterator[Any], engine: StepCalls, *, return_logits: bool) -> Any:
+        """Return the model's output for the next micro-batch, without gradients; with its loss if asked for."""
         with torch.no_grad():
-            return call_with(engine, next(data))
+            output = call_with(engine, next(data))
+        return (loss_of(output), output) if return_logits else output
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients of the current step. The count of micro-batches goes on."""

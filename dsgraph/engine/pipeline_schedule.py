@@ -60,10 +60,10 @@ class PipelineSchedule:
         """Raise an error, as `backward`."""
         _refuse("engine.no_sync")
 
-    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
+    def evaluate(self, data: Iterator[Any], engine: StepCalls, *, return_logits: bool) -> Any:
         """Run the forward of a step's micro-batches in `eval()`. Return the mean of their losses over all ranks."""
         args, kwargs = as_arguments(self._next_batch(data, "eval_batch"))
-        return self._module.evaluate(*args, **kwargs)
+        return self._module.evaluate(*args, return_outputs=return_logits, **kwargs)
 
     def _next_batch(self, data: Iterator[Any], call: str) -> Any:
         """Return the micro-batches of a step as one batch."""

@@ -46,7 +46,7 @@ class StepStrategy(Protocol):
     def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step and update the parameters; see `Engine.train_batch`."""
 
-    def evaluate(self, data: Iterator[Any], engine: StepCalls) -> Any:
+    def evaluate(self, data: Iterator[Any], engine: StepCalls, *, return_logits: bool) -> Any:
         """Return the model's output for the next micro-batch, without gradients; see `Engine.eval_batch`."""
 
     def discard(self, *, set_to_none: bool) -> None:

@@ -46,12 +46,12 @@ class StageGraph:
     parameters: tuple[str, ...]
 
 
-def return_only(gm: GraphModule, result: Node) -> None:
-    """Let a graph return one result, and gather no slices of the others, such as logits and a cache.
+def return_only(gm: GraphModule, results: Sequence[Node]) -> None:
+    """Let a graph return some of its results, and gather no slices of the others, such as logits and a cache.
 
     No stage then sends them to the last one.
     """
-    gm.graph.output_node().args = ((result,),)
+    gm.graph.output_node().args = (tuple(results),)
     gathers = (torch.ops.dsgraph.gather_slices, torch.ops.dsgraph.gather_slices.default)
     for node in [node for node in gm.graph.nodes if node.target in gathers and not node.users]:
         gm.graph.erase_node(node)
@@ -75,8 +75,9 @@ def stage_graphs(
         plan: Its stages.
         state: Placeholder of a parameter or buffer -> its name and itself.
         results: The results of the last stage.
-        repeated: Nodes that each stage that reads them computes locally.
+        repeated: Nodes that each stage that reads them computes locally. A result is computed once, and relayed.
     """
+    repeated = set(repeated).difference(results)
     of = {node: index for index, nodes in enumerate(plan.stages) for node in nodes}
     last = len(plan.stages) - 1
     needed = {

@@ -285,7 +285,7 @@ def _refusals() -> None:
     with pytest.raises(OptionError, match="codegen"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=4, options={"codgen": "eager"})
     with pytest.raises(OptionError, match="no scalar with a gradient"):
-        dsgraph.pipeline(model, mesh, (x,), microbatches=2)
+        dsgraph.pipeline(model, mesh, (x,), microbatches=2).step(torch.ones(2 * ROWS, 7))
     with pytest.raises(OptionError, match="takes 4 stages, not 6"):
         dsgraph.pipeline(model, mesh, (x,), microbatches=8, stages=6, schedule="ZBVZeroBubble")
     with pytest.raises(RanksDisagreeError, match="run different pipelines"):

@@ -156,6 +156,32 @@ def test_a_batch_is_evaluated_as_in_eval(one_rank):
     assert float(engine.eval_batch(iter(batches))) == pytest.approx(expected.item(), rel=1e-6)
 
 
+class _Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x).square().mean(), self.linear(x)
+
+
+def test_logits_are_those_of_all_micro_batches(one_rank):
+    torch.manual_seed(0)
+    model, batches = _Pair(), _batches(2)
+    expected = [copy.deepcopy(model)(batch) for batch in batches]
+    engine, *_ = dsgraph.initialize(model=model, config=_ONE, example=(torch.ones(2, 4),))
+    loss, output = engine.eval_batch(iter(batches), return_logits=True)
+    assert float(loss) == pytest.approx(sum(each[0].item() for each in expected) / 2, rel=1e-6)
+    assert torch.equal(output[0], loss) and torch.equal(output[1], torch.cat([each[1] for each in expected]))
+
+
+def test_without_stages_logits_are_those_of_a_micro_batch(one_rank):
+    config = {key: value for key, value in _ONE.items() if key != "parallel"}
+    engine, *_ = dsgraph.initialize(model=_Pair(), config=config)
+    loss, output = engine.eval_batch(iter(_batches(1)), return_logits=True)
+    assert loss is output[0] and output[1].shape == (2, 4)
+
+
 def test_auto_does_not_make_a_section_parallel(one_rank):
     config = {**CONFIG, "parallel": {"dp": "auto"}, "memory_breakdown": True}
     engine, *_ = dsgraph.initialize(model=_model(), config=config)

@@ -11,27 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Interpreter, Node
-from torch.utils.flop_counter import FlopCounterMode
+from torch.fx import GraphModule, Node
 
 from dsgraph.compat.autograd import version_of
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
-from dsgraph.compat.tensors import flatten_tree, map_tensors
+from dsgraph.compat.tensors import flatten_tree, map_tensors, unflatten_tree
 from dsgraph.compiler.remedies import remedy
 from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 from dsgraph.passes.analysis.cost import CostModel
-from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import (
-    FakeTensorMode,
-    OpOverload,
-    TorchDispatchMode,
     detect_fake_mode,
-    is_batched,
     is_to_local,
-    schema_of,
-    storage_id,
 )
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import all_graph_modules, bodies, replace_and_erase
@@ -39,6 +31,73 @@ from dsgraph.passes.parallel.root_values import is_small, root_values
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.utils.errors import PartitionError
+
+from .fake_run import FakeRun
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """The structure of a model's output: tuples, lists, dicts and classes that torch's pytrees know.
+
+    Attributes:
+        leaves: The numbers and texts among the leaves; None for tensors, and for objects of other classes.
+        results: Leaf -> number of the graph's result.
+        arguments: Leaf -> number of the argument that the model returns unchanged.
+        problem: Why the output cannot be made again from these parts; empty if it can.
+    """
+
+    leaves: Sequence[Any]
+    results: Mapping[int, int]
+    arguments: Mapping[int, int]
+    problem: str
+    _spec: Any
+
+    @staticmethod
+    def of(output: Any, *, results: Sequence[Any], inputs: Sequence[Any], arguments: Sequence[Any]) -> OutputTree:
+        """Return the structure of an output, without its values.
+
+        Args:
+            output: What the model returned.
+            results: What its graph returned.
+            inputs: What its graph was given.
+            arguments: The leaves of the model's arguments.
+        """
+        leaves, spec = flatten_tree(output)
+        fixed, given = _places(inputs), _places(arguments)
+        computed = {key: number for key, number in _places(results).items() if key not in fixed}
+        tensors = {number: id(leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        of_results = {number: computed[key] for number, key in tensors.items() if key in computed}
+        of_arguments = {number: given[key] for number, key in tensors.items() if key in given}
+        problem = ""
+        if not tensors:
+            problem = (
+                f"it is a {type(output).__name__}, in which no tensor is found: return a tuple, a dict or a class that "
+                "is registered with torch.utils._pytree"
+            )
+        elif len(of_results) + len(of_arguments) < len(tensors):
+            problem = "a tensor in it is neither computed nor an argument, such as a parameter: leave it out"
+        plain = [leaf if isinstance(leaf, _PLAIN) else None for leaf in leaves]
+        return OutputTree(plain, of_results, of_arguments, problem, spec)
+
+    def filled(self, results: Mapping[int, Tensor], arguments: Mapping[int, Tensor]) -> Any:
+        """Return an output with these values of results and arguments, by their numbers."""
+        leaves = list(self.leaves)
+        for number, source in self.results.items():
+            leaves[number] = results[source]
+        for number, source in self.arguments.items():
+            leaves[number] = arguments[source]
+        return unflatten_tree(leaves, self._spec)
+
+    def check(self) -> None:
+        """Raise an error if the output cannot be made again.
+
+        Raises:
+            PartitionError: Says why.
+        """
+        if self.problem:
+            raise PartitionError(f"pipeline: the model's output cannot be returned: {self.problem}")
 
 
 @dataclass(frozen=True)
@@ -50,6 +109,7 @@ class CapturedModel:
         state: Placeholder of a parameter or buffer -> its name in the model, and itself.
         inputs: Placeholder of an input -> its number among the leaves of (args, kwargs).
         results: The nodes of the tensors that the model returns.
+        output: The structure in which it returns them.
         costs: Seconds of each node's forward, by the cost model.
         slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
         repeated: Nodes that every rank can compute by itself, from inputs and small buffers.
@@ -60,21 +120,20 @@ class CapturedModel:
     state: Mapping[str, tuple[str, Tensor]]
     inputs: Mapping[str, int]
     results: Sequence[Node]
+    output: OutputTree
     costs: Mapping[Node, float]
     slices: Mapping[str, ParameterSlice]
     repeated: frozenset[Node]
     draws: bool
 
+    def returned(self) -> list[Node]:
+        """Return the nodes of the tensors in the output, without those of a cache, which is no part of it.
 
-def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
-    """Return the current fake values of a captured graph's nodes; under autocast some have other dtypes.
-
-    Args:
-        gm: Graph of a `CapturedModel`, whose parameters may be freed already.
-        device: The device of the stages.
-    """
-    run = _FakeRun(gm, device, CostModel.default(device_type=device.type))
-    return run.values_of([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
+        Raises:
+            PartitionError: The output cannot be made again from tensors.
+        """
+        self.output.check()
+        return [self.results[number] for number in dict.fromkeys(self.output.results.values())]
 
 
 def capture_model(
@@ -104,39 +163,48 @@ def capture_model(
         lambda tensor: fake_like(tensor, mode, device=device) if mode else tensor.to(device), (args, dict(kwargs))
     )
     with mode or nullcontext():
-        gm, values = _graph_of(model, args, kwargs, is_copy=mode is not None)
+        gm, values, output = _graph_of(model, args, kwargs, is_copy=mode is not None)
     state, inputs = _origins(gm, values, tensors=tensors, leaves=flatten_tree((args, kwargs))[0])
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
-    run = _FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
+    run = FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
     run.values_of(values)
     _refuse_changes(gm, state)
     held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
     apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
     repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
     results: Any = gm.graph.output_node().args[0]
-    return CapturedModel(gm, state, inputs, list(results), run.costs, slices, repeated, bool(run.effects.draws))
+    return CapturedModel(gm, state, inputs, list(results), output, run.costs, slices, repeated, bool(run.effects.draws))
 
 
 def _graph_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_copy: bool
-) -> tuple[GraphModule, Sequence[Any]]:
-    """Return the forward as Dynamo captures it, and the values of its placeholders."""
-    kept: list[tuple[GraphModule, Sequence[Any]]] = []
+) -> tuple[GraphModule, Sequence[Any], OutputTree]:
+    """Return the forward as Dynamo captures it, the values of its placeholders, and the structure of its output."""
+    kept: list[Any] = []
 
     def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        kept.append((gm, inputs))
-        return torch.no_grad()(gm.forward)  # it runs once, and nothing that it computes is kept
+        def run(*values: Any) -> Any:  # once
+            with torch.no_grad():
+                results = gm.forward(*values)
+            kept.append(results)
+            return results
+
+        kept.extend((gm, inputs))
+        return run
 
     _install_hooks(model, kwargs)
     try:
         with ignoring_log_messages(), allowing_recompiles():
-            torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
+            output = torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except capture_errors() as error:
         outside = " In the copy that is captured, other tensors of the model stay on its device." if is_copy else ""
         why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))}{outside}"
         raise PartitionError(f"{why} Torch says: {error}") from error
-    return kept.pop()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
+    gm, values, results = kept
+    kept.clear()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
+    leaves = flatten_tree((args, kwargs))[0]
+    return gm, values, OutputTree.of(output, results=results, inputs=values, arguments=leaves)
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -206,90 +274,6 @@ def _own_slices(
     return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
 
 
-class _Effects(TorchDispatchMode):
-    """A dispatch mode that records which nodes draw random numbers, and which memory is written to.
-
-    Attributes:
-        node: The node that is run.
-        draws: Nodes that draw.
-        writes: Nodes that write.
-        written: Storages that are written to.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.node: Node | None = None
-        self.draws: set[Node | None] = set()
-        self.writes: set[Node | None] = set()
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, OpOverload):  # a higher-order operator, whose effects are unknown
-            self.draws.add(self.node)
-            return func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.add(self.node)
-        for argument, value in zip(schema_of(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                self.writes.add(self.node)
-                self.written.add(storage_id(value))
-        return func(*args, **(kwargs or {}))
-
-
-class _FakeRun(Interpreter):
-    """An interpreter that runs a graph under fake tensors, and records the value and cost of each node.
-
-    Attributes:
-        costs: Seconds of each node.
-        effects: Nodes that have effects besides their value.
-    """
-
-    def __init__(self, gm: GraphModule, device: torch.device, costs: CostModel) -> None:
-        super().__init__(gm, garbage_collect_values=False)
-        self._device = device
-        self._model = costs
-        self._counter = FlopCounterMode(display=False)
-        self._values: dict[Node, Any] = {}
-        self.costs: dict[Node, float] = {}
-        self.effects = _Effects()
-
-    def values_of(self, inputs: Sequence[Any]) -> dict[Node, Any]:
-        """Return the fake values of all nodes."""
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), self._counter, self.effects:
-            self.run(*map(self._fake, inputs))
-        return self._values
-
-    def impure(self) -> set[Node]:
-        """Return the nodes that draw random numbers, that write, or whose memory is written to or unknown."""
-        written = {
-            node
-            for node, value in self._values.items()
-            if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.written)
-        }
-        return written | {node for node in self.effects.draws | self.effects.writes if node is not None}
-
-    def run_node(self, n: Node) -> Any:
-        before = self._counter.get_total_flops()
-        self.effects.node = n
-        value = super().run_node(n)
-        self._values[n] = value
-        n.meta.setdefault("val", value)  # keep the value of the first run
-        if n.op.startswith("call"):
-            read_bytes = sum(tensor_bytes(self._values.get(read)) for read in n.all_input_nodes)
-            operations = self._counter.get_total_flops() - before
-            moved = number_of(n, tensor_bytes(value) + read_bytes)
-            self.costs[n] = self._model.kernel_seconds(operations, moved, dtype=torch.float32)
-        return value
-
-    def _fake(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
-        return fake.requires_grad_(value.requires_grad)
-
-
 def _refuse_changes(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         if node.name in state and version_of(node.meta["val"]) > 0:
@@ -297,3 +281,8 @@ def _refuse_changes(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) ->
                 f"pipeline: the forward writes to {state[node.name][0]!r}, once a micro-batch on one rank alone: "
                 "call eval() on the module that does, or use one without running statistics"
             )
+
+
+def _places(values: Sequence[Any]) -> dict[int, int]:
+    """Return the place of each tensor, by its identity."""
+    return {id(value): number for number, value in enumerate(values) if isinstance(value, Tensor)}

@@ -16,10 +16,11 @@ from dsgraph.passes.compat import set_grad_enabled
 from dsgraph.passes.parallel.split_stages import stages_by_parameters
 from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
 from dsgraph.ranks.agreement import Agreement
-from dsgraph.utils.errors import PartitionError
+from dsgraph.utils.errors import OptionError, PartitionError
 
-from .captured_model import CapturedModel, capture_model, fake_values
-from .model_copy import default_device
+from .captured_model import CapturedModel, capture_model
+from .fake_run import fake_values
+from .model_copy import default_device, without_values
 from .stage_modules import LossOf, StageModule
 from .stage_values import fetch_missing
 
@@ -83,7 +84,8 @@ class Evaluation:
         example: tuple[tuple[Any, ...], Mapping[str, Any]],
         *,
         is_moved: bool,
-        result: Callable[[CapturedModel], Node],
+        returns_outputs: bool,
+        result: Callable[[CapturedModel], Node | None],
         held: Held,
         loss: LossOf,
         agreement: Agreement,
@@ -95,9 +97,10 @@ class Evaluation:
             model: The model without values, see `without_values`; or why there is none.
             example: Arguments of one micro-batch.
             is_moved: True if the model was on another device than its stages.
-            result: Returns the result of the last stage.
+            returns_outputs: True if the last stage returns the model's output besides the loss.
+            result: Returns the node from which the loss is computed; None if there is none.
             held: This rank's parameters.
-            loss: Computes a micro-batch's share of the mean loss from that result.
+            loss: Computes a micro-batch's share of the mean loss from the value of that node.
             agreement: The ranks of the pipeline.
             options: Options of the backend; None: stages run uncompiled.
 
@@ -106,17 +109,18 @@ class Evaluation:
         """
         if isinstance(model, PartitionError):
             raise model
-        self._model: nn.Module | None = model.eval()
+        self._model: nn.Module | None = without_values(model, held.device).eval()  # its forward may leave something
         self._example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)
         self._result, self._held, self._loss, self._agreement, self._options = result, held, loss, agreement, options
-        self._is_moved = is_moved
+        self._is_moved, self._returns_outputs = is_moved, returns_outputs
+        self._loss_node: Node | None = None
         self._graphs: list[StageGraph] = []
         self._modules: dict[int, StageModule] = {}
         self._captured: CapturedModel | None = None
         self._inputs: dict[str, int] = {}
 
-    def run(self, leaves: Sequence[Any], target: Tensor | None) -> Tensor:
-        """Return this rank's part of the mean loss: 0 unless it holds the last stage.
+    def run(self, leaves: Sequence[Any], target: Tensor | None) -> tuple[Tensor | None, Any]:
+        """Return this rank's part of the mean loss, which is 0 unless it has the last stage, and the model's output.
 
         The ranks of the pipeline call it together. The micro-batches go through the stages one after the other.
 
@@ -124,7 +128,11 @@ class Evaluation:
             leaves: The leaves of the arguments for the complete batch.
             target: The target of `loss_fn`.
 
+        Returns:
+            The loss, None if nothing computes it; the output, None without `returns_outputs` and on other ranks.
+
         Raises:
+            OptionError: There is neither a loss nor `returns_outputs`.
             PartitionError: The forward in `eval()` cannot be captured, or reads parameters in another order.
         """
         if not self._graphs:
@@ -135,26 +143,40 @@ class Evaluation:
         inputs = {name: leaves[number].to(device).chunk(count) for name, number in self._inputs.items()}
         targets = [None] * count if target is None else target.to(device).chunk(count)
         values = fake_values(self._captured.graph_module, device)  # of the current autocast
+        loss_node = None if self._loss.is_function and target is None else self._loss_node
         total = torch.zeros((), device=device)
+        kept: list[Mapping[Node, Tensor]] = []
         with torch.no_grad():
             for number in range(count):
-                batch = {name: parts[number] for name, parts in inputs.items()}
-                output = self._run(batch, values)
-                if output is not None:
-                    total += self._loss(output, targets[number]).float()
-        return total
+                results = self._run({name: parts[number] for name, parts in inputs.items()}, values)
+                if results is not None and loss_node is not None:
+                    total += self._loss(results[loss_node], targets[number]).float()
+                if results is not None and self._returns_outputs:
+                    kept.append(results)
+            output = self._output(self._captured, kept, leaves) if kept else None
+        return None if loss_node is None else total, output
 
-    def _run(self, batch: Mapping[str, Tensor], values: Mapping[Node, Any]) -> Any:
-        """Run this rank's stages for one micro-batch. Return the result, on the rank of the last stage."""
+    def _output(self, captured: CapturedModel, kept: Sequence[Mapping[Node, Tensor]], leaves: Sequence[Any]) -> Any:
+        """Return the model's output for the complete batch from the results of its micro-batches."""
+        tree = captured.output
+        results = {
+            number: _joined([each[captured.results[number]] for each in kept]) for number in set(tree.results.values())
+        }
+        return tree.filled(
+            results, {number: leaves[number].to(self._held.device) for number in tree.arguments.values()}
+        )
+
+    def _run(self, batch: Mapping[str, Tensor], values: Mapping[Node, Any]) -> Mapping[Node, Tensor] | None:
+        """Run this rank's stages for one micro-batch. Return the results of the last stage, on its rank."""
         held, me = self._held, self._held.group.rank()
         sent: Sequence[Tensor] = ()
         for number, module in self._modules.items():
             before = held.rank_of[number - 1] if number else me
             received = sent if before == me else self._receive(self._graphs[number].received, values, source=before)
-            output = module(*received, **batch)
+            sent = module(*received, **batch)
             if number + 1 == len(self._graphs):
-                return output
-            sent, after = output, held.rank_of[number + 1]
+                return dict(zip(self._graphs[number].sent, sent, strict=True))
+            after = held.rank_of[number + 1]
             for value in sent if after != me else ():
                 dist.send(value, group=held.group, group_dst=after)
         return None
@@ -174,7 +196,8 @@ class Evaluation:
         with default_device(held.device if self._is_moved else None):
             captured = capture_model(self._model, args, kwargs=kwargs, device=held.device)
         _drop_grad_modes(captured.graph_module)
-        return_only(captured.graph_module, result := self._result(captured))
+        results = self._results(captured)
+        return_only(captured.graph_module, results)
         missing = [name for name, _ in captured.state.values() if name not in held.stages]
         if missing:
             raise PartitionError(
@@ -189,17 +212,35 @@ class Evaluation:
             count=len(held.rank_of),
             repeated=captured.repeated,
         )
-        graphs = stage_graphs(captured.graph_module, plan, state=state, results=[result], repeated=captured.repeated)
+        graphs = stage_graphs(captured.graph_module, plan, state=state, results=results, repeated=captured.repeated)
         self._agreement.confirm("evaluate different pipelines", describe_stages(graphs))
         fetch_missing(graphs, held.tensors, held.stages, rank_of=held.rank_of, group=held.group, device=held.device)
-        last = len(graphs) - 1
         own = [number for number, rank in enumerate(held.rank_of) if rank == held.group.rank()]
         self._modules = {
-            number: StageModule(graphs[number].module, graphs[number].roots, single=number == last) for number in own
+            number: StageModule(graphs[number].module, graphs[number].roots, single=False) for number in own
         }
         for module in self._modules.values() if self._options is not None else ():
             module.compile_graph(self._options or {})
         self._graphs, self._captured, self._inputs, self._model = graphs, captured, dict(captured.inputs), None
+
+    def _results(self, captured: CapturedModel) -> list[Node]:
+        """Return the results of the last stage: what the loss is computed from, and the tensors of the output."""
+        self._loss_node = self._result(captured)
+        if self._loss_node is None and not self._returns_outputs:
+            raise OptionError(
+                "pipeline.evaluate: the model in eval() returns no floating-point scalar: give pipeline loss_fn=, have "
+                "the model return its loss, or pass evaluate return_outputs=True"
+            )
+        losses = [] if self._loss_node is None else [self._loss_node]
+        return list(dict.fromkeys([*losses, *(captured.returned() if self._returns_outputs else ())]))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the values of micro-batches as one: concatenated, or the mean of floating-point scalars."""
+    if parts[0].ndim:
+        return torch.cat(list(parts))
+    together = torch.stack(list(parts))
+    return together.mean() if together.is_floating_point() else together
 
 
 def _drop_grad_modes(gm: GraphModule) -> None:

@@ -73,7 +73,7 @@ def pipeline(
         split: "auto" balances the predicted cost; or the paths of the modules with which the second and later stages
             begin: `["layers.8"]`.
         loss_fn: `loss_fn(output, target)`, a mean over rows. By default the model returns its loss: the first scalar
-            with a gradient.
+            with a gradient. Without a loss, the result can only `evaluate`.
         materialize: Returns the values of a parameter or buffer on the meta device, from its name and itself. Called
             only for those of this rank.
         data_parallel: A mesh of one dimension: the ranks that hold the same stages. Gradients are averaged over them
@@ -108,11 +108,12 @@ def pipeline(
     captured = _captured(model, example, dtype=param_dtype, is_moved=is_moved, device=device, costs=costs)
     example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
-    return_only(captured.graph_module, result := result_of(captured, is_loss=loss_fn is None))
+    result = result_of(captured, is_loss=loss_fn is None)
+    return_only(captured.graph_module, results := captured.returned() if result is None else [result])
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
     plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
     graphs = stage_graphs(
-        captured.graph_module, plan, state=captured.state, results=[result], repeated=captured.repeated
+        captured.graph_module, plan, state=captured.state, results=results, repeated=captured.repeated
     )
     lines = [f"{schedule}, {microbatches} micro-batches", *describe_stages(graphs)]
     agreement.confirm("run different pipelines", lines)
@@ -122,7 +123,7 @@ def pipeline(
     mine = _own_stages(graphs, held[rank], defers=schedule in ZERO_BUBBLE)
     for module in mine.values() if options is not None else ():
         module.compile_graph(options or {})
-    loss = LossOf(loss_fn, microbatches)
+    loss = LossOf(loss_fn, microbatches, is_missing=result is None)
     runs = StageRuns(captured, graphs, mine, schedule=schedule, loss=loss, group=group, device=device)
     actions = actions_of(runs.now().schedule, schedule, stages=count, microbatches=microbatches)
     check_order(actions, stages=count)

@@ -82,21 +82,12 @@ class StageLimits:
             loss: The loss of a micro-batch.
 
         Raises:
-            OptionError: The schedule defers weight gradients, or a function outside the model computes the loss.
+            OptionError: The schedule defers weight gradients, or the model does not return its loss.
         """
         chosen = parse_options(options) if options is not None else None
         if chosen is None or chosen.memory_limit is None:
             return None
-        if report.schedule in ZERO_BUBBLE:
-            raise OptionError(
-                f"pipeline: the option 'memory_limit' is not supported with {report.schedule}, which holds inputs and "
-                "gradients of linear layers until it computes weight gradients: use 1F1B, GPipe or Interleaved1F1B"
-            )
-        if loss.is_function:
-            raise OptionError(
-                "pipeline: the option 'memory_limit' is not supported with loss_fn, which runs uncompiled, and its "
-                "memory is not planned: let the model return its loss"
-            )
+        _check(report.schedule, loss)
         kind, actions = gradients.device.type, report.actions[gradients.pipeline.rank()]
         equal = next((held.group for held in gradients.slices.values()), "")
         groups = [group.group_name for group in (gradients.pipeline, gradients.copies) if group is not None]
@@ -270,6 +261,25 @@ class StageLimits:
                 "fewer micro-batches, or a higher zero_stage"
             )
         return least
+
+
+def _check(schedule: str, loss: LossOf) -> None:
+    """Raise an error for a step whose memory cannot be limited."""
+    if schedule in ZERO_BUBBLE:
+        raise OptionError(
+            f"pipeline: the option 'memory_limit' is not supported with {schedule}, which holds inputs and "
+            "gradients of linear layers until it computes weight gradients: use 1F1B, GPipe or Interleaved1F1B"
+        )
+    if loss.is_missing:
+        raise OptionError(
+            "pipeline: the option 'memory_limit' bounds a step, and the model returns no loss, so that it cannot "
+            "step: leave the option out"
+        )
+    if loss.is_function:
+        raise OptionError(
+            "pipeline: the option 'memory_limit' is not supported with loss_fn, which runs uncompiled, and its "
+            "memory is not planned: let the model return its loss"
+        )
 
 
 def _tensors(module: StageModule) -> list[Tensor]:

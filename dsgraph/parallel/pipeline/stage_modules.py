@@ -28,11 +28,26 @@ class LossOf:
         microbatches: Number of micro-batches of a step.
         scale: The loss scale of float16; 1 without.
         is_function: True if a function outside the model computes the loss.
+        is_missing: True if neither the model nor a function computes one.
     """
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int) -> None:
+    def __init__(
+        self, loss_fn: Callable[[Any, Any], Tensor] | None, microbatches: int, *, is_missing: bool = False
+    ) -> None:
         self._loss_fn, self.microbatches, self.scale = loss_fn, microbatches, 1.0
-        self.is_function = loss_fn is not None
+        self.is_function, self.is_missing = loss_fn is not None, is_missing
+
+    def check(self) -> None:
+        """Raise an error if there is no loss for a step.
+
+        Raises:
+            OptionError: Neither the model nor a function computes one.
+        """
+        if self.is_missing:
+            raise OptionError(
+                "pipeline.step: the model returns no scalar with a gradient: give pipeline loss_fn=, or have the model "
+                "return its loss"
+            )
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Return the share as a scalar.
@@ -46,8 +61,8 @@ class LossOf:
         return share if self.scale == 1 else share.float() * self.scale
 
 
-def result_of(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False) -> Node:
-    """Return the result of the last stage: the loss, or the input of `loss_fn`.
+def result_of(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False) -> Node | None:
+    """Return the node of the loss, or of the input of `loss_fn`; None if the model returns no loss.
 
     Args:
         captured: The captured model.
@@ -55,12 +70,12 @@ def result_of(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False
         evaluates: True for the forward in `eval()`, whose loss may have no gradient.
 
     Raises:
-        OptionError: There is none, or several for `loss_fn`.
+        OptionError: The model does not return one tensor for `loss_fn`.
     """
     results = [node for node in captured.results if isinstance(node, Node)]
-    model = "the model in eval()" if evaluates else "the model"
     if not is_loss:
         if len(results) != 1:
+            model = "the model in eval()" if evaluates else "the model"
             raise OptionError(f"pipeline: loss_fn takes one tensor, and {model} returns {len(results)}: return one")
         return results[0]
     scalars = [node for node in results if node.meta["val"].ndim == 0]
@@ -69,12 +84,7 @@ def result_of(captured: CapturedModel, *, is_loss: bool, evaluates: bool = False
         for node in scalars
         if node.meta["val"].requires_grad or (evaluates and node.meta["val"].is_floating_point())
     ]
-    if not losses:
-        raise OptionError(
-            f"pipeline: {model} returns no {'floating-point scalar' if evaluates else 'scalar with a gradient'}: give "
-            "loss_fn=, or have it return its loss"
-        )
-    return losses[0]
+    return losses[0] if losses else None
 
 
 class StageModule(nn.Module):

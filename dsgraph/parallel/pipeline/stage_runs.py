@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from dsgraph.passes.parallel.stage_graphs import StageGraph
 
-from .captured_model import CapturedModel, fake_values
+from .captured_model import CapturedModel
+from .fake_run import fake_values
 from .schedule_order import SCHEDULES
 from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
 

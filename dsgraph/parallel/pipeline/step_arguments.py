@@ -41,7 +41,15 @@ class StepArguments:
         self._names = [names.get(number, f"number {number}") for number in range(len(leaves))]
         self._count, self._loss_inside, self._dtype = microbatches, loss_inside, dtype
 
-    def leaves(self, call: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Tensor | None) -> list[Any]:
+    def leaves(
+        self,
+        call: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Tensor | None,
+        *,
+        needs_loss: bool = True,
+    ) -> list[Any]:
         """Return the leaves of the arguments, after all checks.
 
         Args:
@@ -49,6 +57,7 @@ class StepArguments:
             args: Positional arguments.
             kwargs: Keyword arguments.
             target: The target of `loss_fn`.
+            needs_loss: False if `target` may be left out.
 
         Raises:
             OptionError: Something differs from the example.
@@ -62,9 +71,10 @@ class StepArguments:
             problem = self._problem(leaf, example)
             if problem:
                 raise OptionError(f"pipeline.{call}: argument {name} {problem}")
-        if self._loss_inside == (target is not None):
-            is_given = "the model returns its loss: leave target out" if self._loss_inside else "loss_fn needs target="
-            raise OptionError(f"pipeline.{call}: {is_given}")
+        if self._loss_inside and target is not None:
+            raise OptionError(f"pipeline.{call}: without loss_fn the model returns its loss: leave target out")
+        if not self._loss_inside and target is None and needs_loss:
+            raise OptionError(f"pipeline.{call}: loss_fn needs target=")
         self._check_target(call, target)
         return leaves
 

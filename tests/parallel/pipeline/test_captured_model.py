@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsgraph.parallel.pipeline.captured_model import capture_model
+from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
+from dsgraph.utils.errors import PartitionError
 
 CPU = torch.device("cpu")
 IDS = torch.ones(2, 8, dtype=torch.long)
@@ -67,3 +70,47 @@ def test_what_every_rank_can_compute_is_neither_random_nor_written_to():
     repeated = {node.name for node in captured.repeated}
     assert "angles" in repeated and captured.draws
     assert not repeated & {"noise", "written", "linear"}
+
+
+class _Returns(nn.Module):
+    """Returns what a function makes of itself, its argument and its result."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.linear, self._make = nn.Linear(4, 4), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self._make(self, x, self.linear(x))
+
+
+@dataclass
+class _Own:
+    logits: Tensor
+
+
+def _captured(make: Callable[..., Any]) -> CapturedModel:
+    return capture_model(_Returns(make), (torch.ones(2, 4),), kwargs={}, device=CPU)
+
+
+def test_results_and_arguments_are_told_apart():
+    captured = _captured(lambda model, x, y: {"x": x, "twice": [y, y.sum(), y], "classes": 4, "device": x.device})
+    tree = captured.output
+    numbers = {number: torch.tensor(float(number)) for number in range(3)}
+    found = tree.filled(numbers, {0: torch.ones(2)})
+    first, total, again = found["twice"]
+    assert first is again and len(captured.returned()) == 2
+    assert [captured.results[int(value)].meta["val"].ndim for value in (first, total)] == [2, 0]
+    assert torch.equal(found["x"], torch.ones(2)) and found["classes"] == 4 and found["device"] is None
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda model, x, y: _Own(y), "it is a _Own, in which no tensor is found: return a tuple"),
+        (lambda model, x, y: (y, model.linear.weight), "neither computed nor an argument"),
+    ],
+)
+def test_what_cannot_be_returned_is_refused(make, problem):
+    captured = _captured(make)
+    with pytest.raises(PartitionError, match=problem):
+        captured.returned()

@@ -192,6 +192,6 @@ def test_other_results_are_not_gathered_nor_sent():
 
     gm = trace(run, torch.randn(4, 4))
     (loss, _) = gm.graph.output_node().all_input_nodes
-    return_only(gm, loss)
+    return_only(gm, [loss])
     assert gm.graph.output_node().all_input_nodes == [loss]
     assert "gather_slices" not in str(gm.graph)
