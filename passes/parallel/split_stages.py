@@ -62,11 +62,13 @@ class SplitStages:
         split: "auto", or the paths of the modules with which the second and later stages begin.
         seconds_per_byte: Time per byte of the link between stages, if costs are seconds: sending and receiving are then
             part of a stage's cost. 0: they are not.
+        undivided: Paths of blocks inside which there is no cut.
     """
 
     stages: int
     split: str | Sequence[str] = "auto"
     seconds_per_byte: float = 0.0
+    undivided: Collection[str] = ()
 
     def plan(self, graph: Graph, costs: Mapping[Node, float], repeated: Collection[Node] = ()) -> StagePlan:
         """Return the stages of a graph.
@@ -80,10 +82,10 @@ class SplitStages:
             PassError: The graph has fewer legal stages, or a named split point is absent, illegal or out of order.
         """
         order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        crossing = _crossing_bytes(order, set(repeated))
+        crossing = crossing_bytes(order, set(repeated))
         before = [0.0, *accumulate(costs.get(node, 0.0) for node in order)]
         # If nothing crosses, all nodes before the cut are repeated: that stage would compute nothing.
-        legal = [at for at in range(1, len(order)) if 0 < crossing[at] < math.inf]
+        legal = [at for at in range(1, len(order)) if 0 < crossing[at] < math.inf and not self._divides(order, at)]
         if self.split != "auto":
             return _planned(order, self._named(order, legal), before, crossing)
         blocks = [at for at in legal if _block(order[at - 1]) != _block(order[at])]
@@ -103,6 +105,11 @@ class SplitStages:
             ):
                 plan = _planned(order, wider, before, crossing)
         return plan
+
+    def _divides(self, order: Sequence[Node], at: int) -> bool:
+        """Return True if a cut is inside a block of `undivided`."""
+        before, after = _block(order[at - 1]), _block(order[at])
+        return before is not None and before == after and ".".join(before) in self.undivided
 
     def _slowest(self, cuts: Sequence[int], before: Sequence[float], crossing: Sequence[float]) -> float:
         """Return the cost of the most loaded stage, with its sending and receiving."""
@@ -173,7 +180,7 @@ def stages_by_parameters(
         PassError: The forward reads parameters in another order than that of their stages, or cannot be cut there.
     """
     order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    crossing = _crossing_bytes(order, set(repeated))
+    crossing = crossing_bytes(order, set(repeated))
     reads: list[tuple[int, int]] = []  # place, stage
     for place, node in enumerate(order):
         for read in node.all_input_nodes if node not in repeated else ():
@@ -238,7 +245,7 @@ def _planned(
     )
 
 
-def _crossing_bytes(order: Sequence[Node], repeated: Collection[Node]) -> list[float]:
+def crossing_bytes(order: Sequence[Node], repeated: Collection[Node]) -> list[float]:
     """Return for each place the bytes that cross a cut before that node; infinite if a cut is illegal."""
     at = {node: place for place, node in enumerate(order)}
     crossing = [0.0] * (len(order) + 1)

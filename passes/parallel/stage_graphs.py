@@ -37,6 +37,7 @@ class StageGraph:
         sent: Nodes whose values go to the next stage; for the last stage its results.
         roots: Names of the placeholders of the captured graph that it reads.
         parameters: Names of the parameters and buffers that it reads.
+        repeated: Names of the nodes of its graph that each stage that needs them computes locally.
     """
 
     module: StageGraphModule
@@ -44,6 +45,7 @@ class StageGraph:
     sent: tuple[Node, ...]
     roots: tuple[str, ...]
     parameters: tuple[str, ...]
+    repeated: frozenset[str] = frozenset()
 
 
 def return_only(gm: GraphModule, results: Sequence[Node]) -> None:
@@ -89,7 +91,14 @@ def stage_graphs(
     ]
     sent = [*crossing[1:], list(results)]
     return [
-        _stage_graph(gm, _with_repeated(nodes, repeated), state=state, received=crossing[index], sent=sent[index])
+        _stage_graph(
+            gm,
+            _with_repeated(nodes, repeated),
+            state=state,
+            received=crossing[index],
+            sent=sent[index],
+            repeated=repeated,
+        )
         for index, nodes in enumerate(plan.stages)
     ]
 
@@ -114,6 +123,7 @@ def _stage_graph(
     state: Mapping[str, tuple[str, Tensor]],
     received: Sequence[Node],
     sent: Sequence[Node],
+    repeated: Collection[Node],
 ) -> StageGraph:
     graph, root = Graph(), nn.Module()
     copies: dict[Node, Node] = {node: graph.placeholder(f"received_{node.name}") for node in received}
@@ -129,6 +139,8 @@ def _stage_graph(
     for source in sorted(attributes):  # the body of a region, a constant
         setattr(root, str(source.target), getattr(gm, str(source.target)))
         copies[source] = graph.get_attr(str(source.target))
+    for source, copy in copies.items():
+        copy.meta["val"] = source.meta.get("val")
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda source: copies[source])
     graph.output(tuple(copies[node] for node in sent))
@@ -139,6 +151,7 @@ def _stage_graph(
         tuple(sent),
         tuple(source.name for source in roots),
         tuple(state[source.name][0] for source in read if source.name in state),
+        frozenset(copies[node].name for node in nodes if node in repeated),
     )
 
 
