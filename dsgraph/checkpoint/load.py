@@ -7,6 +7,7 @@ are made: the metadata of the checkpoint is checked first, and then each tensor 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +164,20 @@ def _empty(tensors: ModelTensors, name: str, value: Tensor) -> Tensor:
 def _optimizer_to_read(tensors: ModelTensors, optimizer: Optimizer | None, known: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors that the optimizer's state is read into."""
     found: dict[str, Tensor] = {}
+    own_keys = hooks_of(optimizer).own_keys
     for name, param in tensors.parameters.items():
         prefix = f"optimizer.{name}."
-        saved = {key[len(prefix) :]: about for key, about in known.items() if key.startswith(prefix)}
-        saved = {key: about for key, about in saved.items() if "." not in key}
+        saved_as = {key: tensors.saved_key(name, key, own_keys) for key in _state_keys(prefix, known)}
+        saved = {key: known[f"{prefix}{there}"] for key, there in saved_as.items() if f"{prefix}{there}" in known}
         state = _state_to_read(tensors, optimizer, name, param, saved)
-        found |= {f"{prefix}{key}": value for key, value in state.items()}
+        found |= {f"{prefix}{saved_as[key]}": value for key, value in state.items()}
     return found
+
+
+def _state_keys(prefix: str, names: Iterable[str]) -> dict[str, None]:
+    """Return the keys of the optimizer's state of a parameter among saved names, see `ModelTensors.saved_key`."""
+    keys = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+    return dict.fromkeys(key.partition("@")[0] for key in keys if "." not in key)
 
 
 def _state_to_read(
@@ -227,10 +235,9 @@ def _take_optimizer(
     for name, param in tensors.parameters.items():
         found = dict(about["optimizer"].get(name, {}))
         prefix = f"optimizer.{name}."
-        for key, value in state.items():
-            if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                is_sliced = tensors.is_sliced(name, value.shape)
-                found[key[len(prefix) :]] = tensors.own(name, value) if is_sliced else value
+        for key in _state_keys(prefix, state):
+            value = state[f"{prefix}{tensors.saved_key(name, key, hooks.own_keys)}"]
+            found[key] = tensors.own(name, value) if tensors.is_sliced(name, value.shape) else value
         if param in on_device:
             _move_step(found)
         if found:

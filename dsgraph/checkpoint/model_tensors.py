@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,19 @@ class ModelTensors:
                 f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, and the parameter, which is split "
                 f"over ranks, {list(param.shape)}: use an optimizer whose state has the shape of its parameter"
             )
+
+    def saved_key(self, name: str, key: str, own_keys: Collection[str]) -> str:
+        """Return the key under which a checkpoint stores the optimizer's state of a parameter.
+
+        Args:
+            name: The parameter.
+            key: The key of the optimizer.
+            own_keys: See `OptimizerHooks`.
+        """
+        held = self.slices.get(name)
+        if held is None or key not in own_keys:
+            return key
+        return f"{key}@{resolve_group(held.group).rank()}of{held.ranks}"
 
     def is_sliced(self, name: str, size: torch.Size) -> bool:
         """Return True if a saved tensor is the full one of a slice of this rank, or state of its shape."""

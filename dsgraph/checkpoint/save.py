@@ -225,7 +225,8 @@ def _stored(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str, Any
     found = {f"model.{name}": tensors.full(name, value) for name, value in tensors.values.items()}
     for name, key, value in _optimizer_state(tensors, optimizer):
         if isinstance(value, Tensor):
-            found[f"optimizer.{name}.{key}"] = tensors.full(name, value)
+            saved = tensors.saved_key(name, key, hooks_of(optimizer).own_keys)
+            found[f"optimizer.{name}.{saved}"] = value if saved != key else tensors.full(name, value)
     return found
 
 
@@ -241,7 +242,8 @@ def _plain_state(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str
     plain: dict[str, dict[str, Any]] = {}
     for name, key, value in _optimizer_state(tensors, optimizer):
         if isinstance(value, Tensor):
-            if hooks_of(optimizer).owns(tensors.parameters[name]) is None:  # an owner stores all of it
+            hooks = hooks_of(optimizer)
+            if hooks.owns(tensors.parameters[name]) is None and key not in hooks.own_keys:  # an owner stores all of it
                 tensors.check_state(name, key, value)
         else:
             _refuse_tensors_within(value, f"optimizer state {key!r} of {name}")
@@ -257,8 +259,10 @@ def _optimizer_state(tensors: ModelTensors, optimizer: Optimizer | None) -> Iter
     state = {} if optimizer is None else optimizer.state
     for name, param in tensors.parameters.items():
         for key, value in state.get(param, {}).items():
-            if not isinstance(key, str) or "." in key:
-                raise CheckpointError(f"optimizer state of {name} has the key {key!r}: it takes text without '.'")
+            if not isinstance(key, str) or "." in key or "@" in key:
+                raise CheckpointError(
+                    f"optimizer state of {name} has the key {key!r}: it takes text without '.' and '@'"
+                )
             yield name, key, value
 
 

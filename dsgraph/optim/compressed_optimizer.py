@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
     Attributes:
         freeze_step: Steps of the warm-up.
     """
+
+    own_keys: ClassVar[frozenset[str]] = frozenset(_ERRORS)
 
     freeze_step: int
 
@@ -131,7 +133,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
             self._start()
             print_notes(
                 f"{type(self).__name__}: the warm-up is over at step {self.freeze_step}: from now on variances are "
-                "frozen, and momentum is compressed to 1 bit; compiled models are compiled once more"
+                "frozen, and momentum is compressed to 1 bit; graphs that reduce gradients are compiled once more"
             )
         return loss
 

@@ -33,12 +33,15 @@ class OptimizerHooks:
         needs_full_matrices: True if an update needs all rows of a parameter, see `FullMatrixOptimizer`.
         is_compressing: True if gradients are averaged momenta now, which no rank can clip.
         has_state_on_disk: True if a checkpoint is read into the state itself, not into copies.
+        own_keys: Keys of state that each tensor-parallel rank stores for its slice of a parameter, in a shape of its
+            own.
     """
 
     is_elementwise: ClassVar[bool] = False
     needs_full_matrices: ClassVar[bool] = False
     is_compressing: bool = False
     has_state_on_disk: bool = False
+    own_keys: ClassVar[frozenset[str]] = frozenset()
 
     def beside_backward(self) -> AbstractContextManager[None]:
         """Surround the last backward of a step, which may begin the step."""
