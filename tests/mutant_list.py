@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _KERNELS = "tests/inductor_ext/kernels"
 _ZERO, _OVERLAP, _ANALYSIS = "tests/passes/zero", "tests/passes/overlap", "tests/passes/analysis"
+_PARALLEL = "tests/engine/techniques/test_parallel_techniques.py"
 
 
 @dataclass(frozen=True)
@@ -878,7 +879,7 @@ VERIFIER = (
 ENGINE = (
     Mutant(
         *("key-in-a-refused-layout", "dsgraph/engine/config/conditions.py", "missing check"),
-        *("check_keys", "and value_at(config, path) not in supported", "and False"),
+        *("check_keys", "and not entry.parallel", "and False"),
         killers=("tests/engine/config/test_conditions.py",),
     ),
     Mutant(
@@ -983,7 +984,7 @@ ENGINE = (
     ),
     Mutant(
         *("layers-dropped-alike-at-any-depth", "dsgraph/engine/techniques/layer_drop.py", "wrong scale"),
-        *("ProgressiveLayerDrop.begin", "1 - block.depth * (1 - self._theta)", "self._theta"),
+        *("ProgressiveLayerDrop._draw", "1 - block.depth * (1 - self._theta)", "self._theta"),
         killers=("tests/engine/techniques/test_layer_drop.py::test_training_is_that_of_the_papers_equations",),
     ),
     Mutant(
@@ -1467,6 +1468,31 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_precision.py",),
     ),
     Mutant(
+        *("slices-with-scales-of-their-own", "dsgraph/partitioning/transforms/fake_weight.py", "missing check"),
+        *("FakeWeight._rounds_slices", "held.dim == channel and", ""),
+        killers=(f"{_PARALLEL}::test_stages_and_slices_compute_with_rounded_weights",),
+    ),
+    Mutant(
+        *("errors-of-one-slice-saved", "dsgraph/checkpoint/model_tensors.py", "missing step"),
+        *("ModelTensors.saved_key", "or key not in own_keys", "or key in own_keys"),
+        killers=(f"{_PARALLEL}::test_a_checkpoint_of_slices_has_their_errors",),
+    ),
+    Mutant(
+        *("micro-batches-drop-alike", "dsgraph/engine/techniques/layer_drop.py", "missing term"),
+        *("ProgressiveLayerDrop.keeps", "first + microbatch", "first"),
+        killers=(f"{_PARALLEL}::test_stages_leave_out_the_blocks_of_one_process",),
+    ),
+    Mutant(
+        *("frozen-blocks-alike", "passes/parallel/stage_segments.py", "missing check"),
+        *("_kind", "getattr(node.meta.get('val'), 'requires_grad', None)", "None"),
+        killers=("tests/passes/parallel/test_stage_segments.py",),
+    ),
+    Mutant(
+        *("half-a-block-is-left-out", "passes/parallel/stage_segments.py", "missing check"),
+        *("segments_of", "if len(nodes) == tags.count(tag)", "if True"),
+        killers=("tests/passes/parallel/test_stage_segments.py",),
+    ),
+    Mutant(
         *("mixed-dtypes-of-norms-unseen", "dsgraph/parallel/pipeline/mixed_dtypes.py", "missing check"),
         *("refuse_mixed_dtypes", "if _name(node) in _NORMS:", "if False:"),
         killers=("tests/parallel/pipeline/test_pipelined.py",),
@@ -1568,7 +1594,7 @@ PARALLEL = (
     ),
     Mutant(
         *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
-        *("_crossing_bytes", "_writes(name)", "False"),
+        *("crossing_bytes", "_writes(name)", "False"),
         killers=("tests/passes/parallel/test_split_stages.py",),
     ),
 )

@@ -27,7 +27,6 @@ from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
-from dsgraph.ranks.first_rank import print_notes
 from dsgraph.ranks.mesh import resolve_mesh
 from dsgraph.utils.errors import ConfigError
 
@@ -222,13 +221,8 @@ def build_model(resolved: Resolved) -> BuiltModel:
     binding = Binding(model, given.model_parameters)
     if given.optimizer is None:
         check_float32(settings, binding.named(model))
-    layer_drop, quantized = None, None
-    if settings.progressive_layer_drop.enabled:
-        layer_drop = ProgressiveLayerDrop(settings.progressive_layer_drop, model)
-        print_notes(layer_drop.note(compiles=settings.dsgraph.compile))
-    if settings.quantize_training.enabled:
-        quantized = QuantizedTraining(settings, model)
-        print_notes(quantized.note())
+    layer_drop = ProgressiveLayerDrop.of(settings, model)
+    quantized = QuantizedTraining.of(settings, model)
     logger = StepLogger(resolved.config, ranks.device)
     with rebound(resolved.makers.given, model):
         partition(model, ranks.mesh, **partition_options(settings))
@@ -239,14 +233,26 @@ def build_model(resolved: Resolved) -> BuiltModel:
 
 
 def _build_parallel_model(resolved: Resolved) -> BuiltModel:
-    given = resolved.ranks.given
+    given, settings = resolved.ranks.given, resolved.settings
+    if given.optimizer is None:
+        check_float32(settings, Binding(given.model, None).named(given.model))
+    layer_drop = ProgressiveLayerDrop.of(settings, given.model)
+    quantized = QuantizedTraining.of(settings, given.model)
     logger = StepLogger(resolved.config, resolved.ranks.device)
     parts = parallel_model(
-        given.model, resolved.config, options=resolved.options, loader=resolved.loader, example=given.example
+        given.model,
+        resolved.config,
+        options=resolved.options,
+        loader=resolved.loader,
+        example=given.example,
+        drops=() if layer_drop is None else layer_drop.in_stages(),
     )
-    return BuiltModel(
-        resolved, parts, [{"params": [param for param in parts.parameters() if param.requires_grad]}], logger
-    )
+    if parts.shards is not None:
+        resolved = replace(resolved, makers=resolved.makers.over(parts.shards))
+        if quantized is not None:
+            quantized.take_over(partition_states(parts.shards)[0], parts.checkpoint_tensors().slices)
+    groups: Groups = [{"params": [param for param in parts.parameters() if param.requires_grad]}]
+    return BuiltModel(resolved, parts, groups, logger, layer_drop, quantized)
 
 
 def build_optimizer(built: BuiltModel) -> BuiltOptimizer:
@@ -274,8 +280,7 @@ def build_engine(made: BuiltOptimizer) -> Engine:
         strategy = PipelineSchedule(built.module, state, built.logger)
         return Engine(state, strategy, built.logger, Checkpoints(state))
     state.loss_groups = tuple(axis.group for axis in state.partition.axes)
-    dtype = resolved.settings.compute_dtype
-    device = resolved.ranks.device
+    dtype, device = resolved.settings.compute_dtype, resolved.ranks.device
     batches = MicroBatches(_compiled(built, built.module), state, built.logger, device=device, dtype=dtype)
     return Engine(state, batches, built.logger, Checkpoints(state))
 

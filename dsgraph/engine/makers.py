@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from dsgraph.optim.hooks import Groups
 from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.utils.errors import ConfigError
 
-from .config.engine_config import EngineConfig
+from .config.engine_config import EngineConfig, OptimizerConfig
 from .optimizers.optimizer_section import check_compression, maker_of_section
 from .schedules.by_name import schedule_class
 
@@ -29,12 +29,18 @@ class Makers:
         optimizer: Makes the optimizer, from groups of parameters.
         schedule: Makes the scheduler of an optimizer; it returns None without one.
         notes: Keys of the optimizer that have no effect, in lines.
+        by_name: The section of the configuration that names the optimizer; None if the caller makes it.
     """
 
     given: Optimizer | None
     optimizer: MakesOptimizer
     schedule: Callable[[Optimizer], Any]
     notes: list[str]
+    by_name: OptimizerConfig | None = None
+
+    def over(self, model: nn.Module) -> Makers:
+        """Return makers for another model that has the parameters, such as this rank's shards."""
+        return self if self.by_name is None else replace(self, optimizer=maker_of_section(self.by_name, model))
 
 
 def resolve_makers(
@@ -57,7 +63,7 @@ def resolve_makers(
     mine, make = _optimizer_or_maker(optimizer, settings, model)
     schedule = _schedule_maker(lr_scheduler, settings, mine)
     notes = check_compression(settings) if optimizer is None else []
-    return Makers(mine, make, schedule, notes)
+    return Makers(mine, make, schedule, notes, settings.optimizer if optimizer is None else None)
 
 
 def _optimizer_or_maker(

@@ -27,8 +27,8 @@ class OptimizerStep:
 
         Args:
             gradients: Return this rank's part of the gradients.
-            gradients_again: Return what recomputes the gradients of the last micro-batch, for quantization-aware
-                training.
+            gradients_again: Return what recomputes the gradients of the last micro-batch, for the eigenvalues of
+                quantization-aware training; None if the strategy cannot.
 
         Raises:
             LossScaleError: See `LossScale.update`.
@@ -48,7 +48,6 @@ class OptimizerStep:
         if is_finite and state.lr_scheduler is not None:
             state.lr_scheduler.step()
         if is_finite and state.quantized is not None:
-            assert gradients_again is not None, "a program has them"
             state.quantized.after_step(gradients_again)
         state.loss_scale.update(overflow=not is_finite)
         hooks.set_scale(state.loss_scale.scale)

@@ -13,6 +13,7 @@ from dsgraph.batches import as_arguments
 from dsgraph.optim.registry import entry_of
 from dsgraph.parallel.parallelize import parallelize
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
+from dsgraph.parallel.pipeline.stage_chain import Techniques
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
@@ -28,6 +29,7 @@ def parallel_model(
     options: Mapping[str, Any],
     loader: RankLoader | None,
     example: Any,
+    drops: tuple[str, ...],
 ) -> PipelinedModel:
     """Split a model as the section `parallel` says, and return this rank's part.
 
@@ -37,6 +39,7 @@ def parallel_model(
         options: Options of the backend, which compiles the stages.
         loader: Loader of the training data.
         example: One micro-batch; None: the first samples of the loader's dataset.
+        drops: Paths of blocks that may be left out.
 
     Raises:
         ConfigError: There is no example.
@@ -45,12 +48,7 @@ def parallel_model(
     """
     config = resolved.config
     layout = config.parallel
-    if example is None and loader is None:
-        raise ConfigError("initialize: the section parallel needs training_data, or example=, one micro-batch")
-    if example is None:
-        assert loader is not None and loader.collate_fn is not None
-        example = loader.collate_fn([loader.dataset[at % len(loader.dataset)] for at in range(resolved.batch.micro)])  # type: ignore[arg-type]
-    args, kwargs = as_arguments(example)
+    args, kwargs = as_arguments(_first_of(loader, resolved.batch.micro) if example is None else example)
     if config.dsgraph.memory_limit is not None and not config.dsgraph.compile:
         raise ConfigError(
             "dsgraph.memory_limit is kept by compiled stages, and dsgraph.compile is false: remove one of the two"
@@ -70,6 +68,26 @@ def parallel_model(
         param_dtype=config.compute_dtype,
         reduce_dtype=partition_options(config).get("reduce_dtype"),
         options=dict(options) if config.dsgraph.compile else None,
+        techniques=_techniques(config, drops),
+    )
+
+
+def _first_of(loader: RankLoader | None, count: int) -> Any:
+    if loader is None:
+        raise ConfigError("initialize: the section parallel needs training_data, or example=, one micro-batch")
+    assert loader.collate_fn is not None
+    return loader.collate_fn([loader.dataset[at % len(loader.dataset)] for at in range(count)])  # type: ignore[arg-type]
+
+
+def _techniques(config: EngineConfig, drops: tuple[str, ...]) -> Techniques:
+    one_bit = config.optimizer is not None and bool(entry_of(config.optimizer.type).warms_up_as)
+    offload = dict(partition_options(config).get("offload", {}))
+    offload.pop("optimizer", None)  # the engine wraps the optimizer
+    return Techniques(
+        transforms=one_bit or config.quantize_training.enabled,
+        offload=offload if "parameters" in offload else None,
+        blocks=config.dsgraph.blocks or "none",
+        drops=drops,
     )
 
 

@@ -34,6 +34,8 @@ class PipelineSchedule:
         args, kwargs = as_arguments(self._next_batch(data, "train_batch"))
         self._logger.count_tokens(args, kwargs)
         self._module.scale_loss(state.loss_scale.scale)
+        if state.layer_drop is not None:
+            self._module.leave_out(state.layer_drop.keeps(state.counts))
         with self._logger.stopwatch.part("schedule"):
             loss = self._module.step(*args, **kwargs)
         self._logger.take_loss(loss)

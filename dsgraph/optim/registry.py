@@ -36,7 +36,7 @@ class OptimizerEntry:
         name: Its name; upper and lower case are equal.
         prepare: Takes the parameters of the section, which it may change, and the model; returns a function that makes
             the optimizer from groups and parameters.
-        by_layer: True if an update needs the full parameters of a layer, which no stage of a pipeline has.
+        by_layer: True if an update needs the full parameters of a layer, of which tensor-parallel ranks have slices.
         warms_up_as: The optimizer that a 1-bit optimizer is during its warm-up; empty for others.
         without_effect: Parameters of DeepSpeed's optimizer that have no effect, with the reason.
         only_default: Parameters of DeepSpeed's optimizer that are accepted with this value only.
@@ -72,10 +72,11 @@ def _muon(params: _Params, model: nn.Module) -> Callable[..., Optimizer]:
     return partial(MuonAndAdamW, model=model, muon=inner_matrices(model))
 
 
-def _one_bit(name: str, kind: Callable[..., Optimizer], *, warms_up_as: str) -> OptimizerEntry:
+def _one_bit(name: str, kind: Callable[..., Optimizer], *, warms_up_as: str, by_layer: bool = False) -> OptimizerEntry:
     return OptimizerEntry(
         name,
         lambda params, model: partial(kind, model=model),
+        by_layer,
         warms_up_as=warms_up_as,
         without_effect={
             "cuda_aware": "dsgraph does not use MPI",
@@ -93,7 +94,7 @@ OPTIMIZERS = {
         OptimizerEntry("Lamb", lambda params, model: Lamb, by_layer=True),
         OptimizerEntry("Muon", _muon, by_layer=True),
         _one_bit("OneBitAdam", OneBitAdam, warms_up_as="AdamW"),
-        _one_bit("OneBitLamb", OneBitLamb, warms_up_as="LAMB"),
+        _one_bit("OneBitLamb", OneBitLamb, warms_up_as="LAMB", by_layer=True),
     )
 }
 """The optimizers besides those of `torch.optim`, by name in lower case."""

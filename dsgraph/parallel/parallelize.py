@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dsgraph.ranks.mesh import parameter_devices
 from dsgraph.utils.errors import OptionError
@@ -18,6 +18,7 @@ from dsgraph.utils.errors import OptionError
 from .pipeline.pipeline import pipeline
 from .pipeline.pipelined import PipelinedModel
 from .pipeline.schedule_order import SCHEDULES
+from .pipeline.stage_chain import NO_TECHNIQUES, Techniques
 from .pipeline.stage_values import Materialize
 from .tensor.tensor_parallel import tensor_parallel
 
@@ -41,6 +42,7 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     materialize: Materialize | None = None,
     options: Mapping[str, Any] | None = None,
+    techniques: Techniques = NO_TECHNIQUES,
 ) -> PipelinedModel:
     """Distribute an unmodified model over dp x tp x pp ranks: ZeRO, tensor parallelism, pipeline stages.
 
@@ -65,6 +67,7 @@ def parallelize(
         reduce_dtype: See `pipeline`.
         materialize: See `pipeline`; with `tp` the model must have values already.
         options: See `pipeline`.
+        techniques: Changes that the engine needs.
 
     Returns:
         This rank's part of the model: `step(...)` with this rank's batch, equal on all ranks but those of `dp`.
@@ -88,13 +91,25 @@ def parallelize(
         split=split,
         loss_fn=loss_fn,
         materialize=materialize,
-        data_parallel=mesh["dp"] if dp > 1 or param_dtype or reduce_dtype else None,
-        zero_stage=zero_stage if dp > 1 else 0,
-        keep_whole_below=keep_whole_below if dp > 1 else None,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        **_copies(
+            mesh["dp"], techniques, zero_stage, keep_whole_below, param_dtype=param_dtype, reduce_dtype=reduce_dtype
+        ),
         options=options,
+        techniques=techniques,
     )
+
+
+def _copies(
+    mesh: DeviceMesh,
+    techniques: Techniques,
+    zero_stage: int,
+    keep_whole_below: int | None,
+    **dtypes: torch.dtype | None,
+) -> dict[str, Any]:
+    """Return the arguments of `pipeline` for the data-parallel ranks: one rank has shards only if they are needed."""
+    is_sharded = mesh.size() > 1 or techniques.needs_shards
+    how: dict[str, Any] = {"zero_stage": zero_stage, "keep_whole_below": keep_whole_below} if is_sharded else {}
+    return {"data_parallel": mesh if is_sharded or any(dtypes.values()) else None, **how, **dtypes}
 
 
 def _one_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | dict[str, Any]:

@@ -175,21 +175,9 @@ def _refused(*features: str, error: str, why: str, has_meaning: bool = True) -> 
     return Refusal(frozenset(features), error, why, has_meaning)
 
 
-_NOT_PARALLEL = {
-    "parameters on disk": ("zero_optimization.offload_param.device", "stages gather each parameter once a step"),
-    "blocks": ("dsgraph.blocks", "a stage is one graph"),
-    "1-bit Adam": ("optimizer.type OneBitAdam", "not built yet"),
-    "layer dropping": ("progressive_layer_drop.enabled", "a stage cannot leave a block out yet"),
-    "quantized training": ("quantize_training.enabled", "not built yet"),
-}
 _FULL_MOMENTUM = "1-bit compression needs the full momentum on each rank"
 
 REFUSED = (
-    *(
-        _refused(layout, feature, error=f"{key} is not supported with the section", why=why)
-        for layout in ("tensor slices", "pipeline stages")
-        for feature, (key, why) in _NOT_PARALLEL.items()
-    ),
     *(
         _refused(
             f"ZeRO stage {stage}",
@@ -208,11 +196,6 @@ REFUSED = (
         *("optimizer on disk", "1-bit Adam"),
         error="compiled graphs read the momentum",
         why="the momentum must be on the device",
-    ),
-    _refused(
-        *("parameters on disk", "quantized training"),
-        error="weights on disk cannot be rounded",
-        why="they are rounded in place after a step",
     ),
     _refused(
         *("uncompiled", "sparse attention"),

@@ -27,10 +27,8 @@ def check_keys(config: EngineConfig, device: str | None = None) -> list[str]:
     for path, field, entry in entries_of(EngineConfig):
         if not is_set(config, path, field):
             continue
-        supported = entry.parallel if isinstance(entry.parallel, tuple) else (value_at(config, path),) * entry.parallel
-        if config.is_parallel and value_at(config, path) not in supported:
-            only = f", except as {' or '.join(map(json.dumps, supported))}" if supported else ""
-            raise ConfigError(f"{path} is not supported with the section `parallel` yet{only}: remove one of the two")
+        if config.is_parallel and not entry.parallel:
+            raise ConfigError(f"{path} is not supported with the section `parallel` yet: remove one of the two")
         for needs in entry.needs:
             problem = _problem(config, path, needs, device)
             if problem and not needs.note:

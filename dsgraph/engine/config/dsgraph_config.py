@@ -55,7 +55,7 @@ class DsgraphConfig(Section):
         "repeated blocks that are compiled once, see `dsgraph.partition`: `auto`, `none`, or names of lists of modules",
         argument="blocks",
         needs=_ONE_GRAPH,
-        parallel=("none",),
+        parallel=True,
     )
     memory_limit: Bytes | None = key(
         None,

@@ -171,10 +171,14 @@ class ParallelConfig(Section):
 class ProgressiveLayerDropConfig(Section):
     """Blocks of the model are skipped at random in training: see docs/guides/layer-dropping.md."""
 
-    enabled: bool = key(False, "drop blocks")
-    theta: float = key(0.5, "final probability that the last block is kept", gt=0, le=1)
-    gamma: float = key(0.001, "decay rate: the distance to `theta` shrinks by exp(-gamma) per step", ge=0)
-    blocks: tuple[str, ...] | None = key(None, "names of the lists of blocks; default: all lists of equal blocks")
+    enabled: bool = key(False, "drop blocks", parallel=True)
+    theta: float = key(0.5, "final probability that the last block is kept", gt=0, le=1, parallel=True)
+    gamma: float = key(
+        0.001, "decay rate: the distance to `theta` shrinks by exp(-gamma) per step", ge=0, parallel=True
+    )
+    blocks: tuple[str, ...] | None = key(
+        None, "names of the lists of blocks; default: all lists of equal blocks", parallel=True
+    )
 
 
 class CheckpointConfig(Section):

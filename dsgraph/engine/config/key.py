@@ -111,7 +111,7 @@ class Entry:
             default without the key: the arguments would have no effect otherwise. For a free section, the meaning for
             names in it.
         needs: The conditions of the key.
-        parallel: True if the key is supported with the section `parallel`; a tuple: only these values of it are.
+        parallel: True if the key is supported with the section `parallel`.
     """
 
     option: str = ""
@@ -119,7 +119,7 @@ class Entry:
     value: Callable[[Any, Any], Any] | None = None
     auto: Auto | Mapping[str, Auto] | None = None
     needs: tuple[Needs, ...] = ()
-    parallel: bool | tuple[Any, ...] = False
+    parallel: bool = False
 
     def __call__(self, schema: Any) -> None:
         """Add nothing to a JSON schema: pydantic keeps an entry with its field as `json_schema_extra`."""

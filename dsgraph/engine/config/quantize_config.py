@@ -4,38 +4,43 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .key import Needs, key
+from .key import key
 from .section import Section
 
 
 class QuantizeBitsConfig(Section):
     """The number of bits of weights in training."""
 
-    start_bits: int = key(16, "number of bits at the start", ge=3, le=16)
-    target_bits: int = key(16, "number of bits at the end", ge=3, le=16)
+    start_bits: int = key(16, "number of bits at the start", ge=3, le=16, parallel=True)
+    target_bits: int = key(16, "number of bits at the end", ge=3, le=16, parallel=True)
 
 
 class QuantizeScheduleConfig(Section):
     """The schedule that lowers the number of bits."""
 
     quantize_period: int = key(
-        100, "quantized steps until the bits decrease by one; the period doubles after each decrease", ge=1
+        100,
+        "quantized steps until the bits decrease by one; the period doubles after each decrease",
+        ge=1,
+        parallel=True,
     )
-    schedule_offset: int = key(100, "number of steps before quantization starts", ge=0)
+    schedule_offset: int = key(100, "number of steps before quantization starts", ge=0, parallel=True)
 
 
 class QuantizeAlgoConfig(Section):
     """DeepSpeed's other section for `quantize_type` and `quantize_rounding`."""
 
-    q_type: Literal["symmetric", "asymmetric"] | None = key(None, "as `quantize_type`")
-    rounding: Literal["nearest", "stochastic"] | None = key(None, "as `quantize_rounding`")
+    q_type: Literal["symmetric", "asymmetric"] | None = key(None, "as `quantize_type`", parallel=True)
+    rounding: Literal["nearest", "stochastic"] | None = key(None, "as `quantize_rounding`", parallel=True)
 
 
 class MixedQuantizeConfig(Section):
     """Mix quantized and unquantized weights, so that the number of bits changes gradually."""
 
-    enabled: bool = key(False, "mix the weights")
-    quantize_change_ratio: float = key(0.001, "decrease per step of the unquantized weight's share", gt=0, le=1)
+    enabled: bool = key(False, "mix the weights", parallel=True)
+    quantize_change_ratio: float = key(
+        0.001, "decrease per step of the unquantized weight's share", gt=0, le=1, parallel=True
+    )
 
 
 class EigenvalueConfig(Section):
@@ -59,18 +64,25 @@ class QuantizeTrainingConfig(Section):
     enabled: bool = key(
         False,
         "quantize weights during training",
-        needs=(Needs("zero_optimization.offload_param.device", ("none", "cpu"), "weights on disk cannot be rounded"),),
+        parallel=True,
     )
-    quantize_verbose: bool = key(False, "print each decrease of bits on the first rank")
+    quantize_verbose: bool = key(False, "print each decrease of bits on the first rank", parallel=True)
     quantize_type: Literal["symmetric", "asymmetric"] = key(
-        "symmetric", "symmetric: 0 is exact; asymmetric: the smallest and the largest weight are exact"
+        "symmetric",
+        "symmetric: 0 is exact; asymmetric: the smallest and the largest weight are exact",
+        parallel=True,
     )
     quantize_rounding: Literal["nearest", "stochastic"] = key(
-        "nearest", "stochastic: round up with a probability equal to the fractional part"
+        "nearest",
+        "stochastic: round up with a probability equal to the fractional part",
+        parallel=True,
     )
     quantize_algo: QuantizeAlgoConfig = QuantizeAlgoConfig()
     quantize_groups: int | None = key(
-        None, "number of groups per weight, each with its own scale; default: one group per row, as in INT8", ge=1
+        None,
+        "number of groups per weight, each with its own scale; default: one group per row, as in INT8",
+        ge=1,
+        parallel=True,
     )
     quantize_bits: QuantizeBitsConfig = QuantizeBitsConfig()
     quantize_schedule: QuantizeScheduleConfig = QuantizeScheduleConfig()

@@ -52,23 +52,23 @@ def _read_ahead(_: int, config: Any) -> int | None:
     return ahead
 
 
-def _nvme_path(*, parallel: bool) -> Any:
+def _nvme_path() -> Any:
     return key(
         None,
         "folder on that disk; created if it does not exist",
         needs=(Needs(".device", ("nvme",), "nothing is stored on disk"),),
-        parallel=parallel,
+        parallel=True,
     )
 
 
-def _ratio(*, parallel: bool) -> Any:
+def _ratio() -> Any:
     return key(
         1.0,
         "share that is offloaded; the part of the last parameters stays in memory",
         gt=0,
         le=1,
         needs=(_IS_SET,),
-        parallel=parallel,
+        parallel=True,
     )
 
 
@@ -84,8 +84,8 @@ class OffloadOptimizerConfig(Section):
         needs=_DISK,
         parallel=True,
     )
-    nvme_path: PathText | None = _nvme_path(parallel=True)
-    ratio: float = _ratio(parallel=True)
+    nvme_path: PathText | None = _nvme_path()
+    ratio: float = _ratio()
     pin_memory: bool | None = key(
         None,
         'use pinned host memory, for "cpu" and a model on CUDA; `false` disables it',
@@ -103,9 +103,10 @@ class OffloadParamConfig(Section):
         argument="offload",
         value=_partition_offload,
         needs=(*_DISK, _NOT_FROM_GPU, _STAGE_3),
+        parallel=True,
     )
-    nvme_path: PathText | None = _nvme_path(parallel=False)
-    ratio: float = _ratio(parallel=False)
+    nvme_path: PathText | None = _nvme_path()
+    ratio: float = _ratio()
     buffer_count: int | None = key(
         None,
         'with "nvme": number of buffers for prefetched parameters; see `buffer_size`',

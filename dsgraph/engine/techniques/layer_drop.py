@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.checkpoint.step_counts import StepCounts
-from dsgraph.engine.config.engine_config import ProgressiveLayerDropConfig
+from dsgraph.engine.config.engine_config import EngineConfig, ProgressiveLayerDropConfig
 from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
+from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError, EngineError
 from dsgraph.utils.nearest import nearest
 
@@ -55,6 +56,15 @@ class ProgressiveLayerDrop:
         self.is_own = all(name in taken for name in _OWN)
         self.blocks = [] if self.is_own else _blocks(config, model)
 
+    @classmethod
+    def of(cls, settings: EngineConfig, model: nn.Module) -> ProgressiveLayerDrop | None:
+        """Return the blocks, and print a line about them; None if the configuration drops none."""
+        if not settings.progressive_layer_drop.enabled:
+            return None
+        found = cls(settings.progressive_layer_drop, model)
+        print_notes(found.note(compiles=settings.dsgraph.compile, in_stages=settings.is_parallel))
+        return found
+
     def get_theta(self) -> float:
         """Return theta(t) at the last forward: the limit of the last block's probability of being kept."""
         return self._theta
@@ -63,14 +73,40 @@ class ProgressiveLayerDrop:
         """Return the keyword arguments of a model that drops layers itself."""
         return dict(zip(_OWN, (True, self._theta), strict=True))
 
-    def note(self, *, compiles: bool) -> str:
+    def in_stages(self) -> tuple[str, ...]:
+        """Return the paths of the blocks of a model that is split into stages, and forget their modules.
+
+        Raises:
+            ConfigError: The model drops layers itself.
+        """
+        if self.is_own:
+            raise ConfigError(
+                "progressive_layer_drop: the model drops its layers itself, and the section parallel captures its "
+                "forward once, so that it would drop the same ones in each step: remove one of the two"
+            )
+        for block in self.blocks:
+            block.module = nn.Module()
+        return tuple(block.path for block in self.blocks)
+
+    def keeps(self, counts: StepCounts) -> Callable[[int], Mapping[str, float]]:
+        """Return a function that draws the blocks of a micro-batch of the next step, see `Keeps` of the stages."""
+        steps, first = counts.steps, counts.micro
+
+        def of(microbatch: int) -> Mapping[str, float]:
+            self._draw(steps, first + microbatch)
+            return {block.path: 0.0 if block.is_left_out else block.keep for block in self.blocks}
+
+        return of
+
+    def note(self, *, compiles: bool, in_stages: bool = False) -> str:
         """Return the line that is printed about layer dropping."""
         if self.is_own:
             uncompiled = ", and runs uncompiled, so options of graphs have no effect" if compiles else ""
             return f"progressive_layer_drop: the model drops its layers itself{uncompiled}"
         lists = dict.fromkeys(repr(block.of) for block in self.blocks)
         count = f"{len(self.blocks)} blocks of {', '.join(lists)}"
-        how = "; each is compiled as its own graph, and code around them runs uncompiled" if compiles else ""
+        around = "" if in_stages else ", and code around them runs uncompiled"
+        how = f"; each is compiled as its own graph{around}" if compiles else ""
         return f"progressive_layer_drop: {count} can be dropped{how}"
 
     def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
@@ -93,13 +129,16 @@ class ProgressiveLayerDrop:
         Returns:
             Keyword arguments for the model.
         """
+        self._draw(counts.steps, counts.micro)
+        return self.get_state() if self.is_own else {}
+
+    def _draw(self, steps: int, micro: int) -> None:
         floor = self._config.theta
-        self._theta = (1 - floor) * math.exp(-self._config.gamma * counts.steps) + floor
-        numbers = torch.rand(len(self.blocks), generator=torch.Generator().manual_seed(counts.micro)).tolist()
+        self._theta = (1 - floor) * math.exp(-self._config.gamma * steps) + floor
+        numbers = torch.rand(len(self.blocks), generator=torch.Generator().manual_seed(micro)).tolist()
         for block, number in zip(self.blocks, numbers, strict=True):
             block.keep = 1 - block.depth * (1 - self._theta)
             block.is_left_out = number >= block.keep
-        return self.get_state() if self.is_own else {}
 
 
 @dataclass(eq=False)
@@ -109,7 +148,7 @@ class _Block:
     Attributes:
         of: The name of its list.
         name: In the list.
-        module: The block.
+        module: The block; an empty one if stages of a pipeline have it.
         depth: Its place in the list over the list's length, in (0, 1].
         keep: The probability with which it is kept.
         is_left_out: True if the running micro-batch skips it.
@@ -123,6 +162,11 @@ class _Block:
     is_left_out: bool = False
     _run: Callable[..., Any] = field(init=False)
     _is_tuple: bool | None = None
+
+    @property
+    def path(self) -> str:
+        """Its path in the model."""
+        return f"{self.of}.{self.name}".lstrip(".")
 
     def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
         run = _with_scale(type(self.module).forward, f"{self.of}.{self.name}")

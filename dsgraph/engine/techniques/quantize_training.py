@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.inference.quantization.quantize import is_linear
 from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
-from dsgraph.partitioning.state import PartitionState, held_by
+from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
+from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import nearest
@@ -47,7 +48,6 @@ class Progress:
 
 @dataclass(eq=False)
 class _Weight:
-    module: nn.Module
     transposed: bool
     block: str
     progress: Progress
@@ -94,6 +94,15 @@ class QuantizedTraining:
         self._precision = torch.finfo(dtype).eps
         self._write()
 
+    @classmethod
+    def of(cls, settings: EngineConfig, model: nn.Module) -> QuantizedTraining | None:
+        """Return the weights, and print a line about them; None if the configuration quantizes none."""
+        if not settings.quantize_training.enabled:
+            return None
+        found = cls(settings, model)
+        print_notes(found.note())
+        return found
+
     def _found(self, model: nn.Module) -> dict[str, _Weight]:
         schedule, bits = self._config.quantize_schedule, self._config.quantize_bits
         others = {id(p) for m in model.modules() if not is_linear(m) for p in m.parameters(recurse=False)}
@@ -109,7 +118,7 @@ class QuantizedTraining:
                 )
             block = next((one for one in self.blocks if name == one or name.startswith(f"{one}.")), "")
             progress = Progress(bits.start_bits, schedule.quantize_period, self._first_share())
-            found[name] = _Weight(module, type(module) is not nn.Linear, block, progress)
+            found[name] = _Weight(type(module) is not nn.Linear, block, progress)
         if not found:
             raise ConfigError(f"quantize_training: {type(model).__name__} has no linear layer with a weight of its own")
         return found
@@ -117,14 +126,22 @@ class QuantizedTraining:
     def _first_share(self) -> float:
         return 1.0 if self._config.fp16_mixed_quantize.enabled else 0.0
 
-    def take_over(self, partition: PartitionState) -> None:
-        """Let the modules of a partitioned model return rounded weights."""
-        device = partition.parameters[0].param.device
-        for weight in self._weights.values():
-            weight.control = weight.control.to(device)
-            groups = self._config.quantize_groups or 0
-            fake = FakeWeight(weight.control, groups, weight.transposed, self._symmetric, self._stochastic)
-            held_by(weight.module).parameters["weight"].register(fake)
+    def take_over(self, partition: PartitionState, slices: Mapping[str, ParameterSlice] | None = None) -> None:
+        """Let the modules of a partitioned model, or the stages of this rank, compute with rounded weights.
+
+        Args:
+            partition: The parameters that this rank has; it may lack some of the weights.
+            slices: The parameters of which it has a slice, by name.
+        """
+        entries = {entry.name: entry for entry in partition.parameters}
+        for name, weight in self._weights.items():
+            weight.control = weight.control.to(partition.parameters[0].param.device)
+            entry = entries.get(f"{name}.weight".lstrip("."))
+            if entry is not None:
+                groups, held = self._config.quantize_groups or 0, (slices or {}).get(entry.name)
+                entry.register(
+                    FakeWeight(weight.control, groups, weight.transposed, self._symmetric, self._stochastic, held)
+                )
 
     def note(self) -> str:
         """Return the line that is printed about quantization."""
@@ -139,14 +156,19 @@ class QuantizedTraining:
         """Return name of a layer -> bits that its weight has once quantization has begun."""
         return {name: weight.progress.bits for name, weight in self._weights.items()}
 
-    def after_step(self, collect: Collect) -> None:
-        """Update the schedule after the optimizer has updated the weights. All ranks call it together."""
+    def after_step(self, collect: Collect | None) -> None:
+        """Update the schedule after the optimizer has updated the weights. All ranks call it together.
+
+        Args:
+            collect: See `Collect`; needed for eigenvalues only.
+        """
         self._past_offset += 1
         self.steps = max(self._past_offset - self._config.quantize_schedule.schedule_offset, 0)
         if self.steps:
             self._pass_on()
             due = [name for name, weight in self._weights.items() if self._is_due(weight.progress)]
             if due and self.blocks and self._past_offset % self._config.eigenvalue.gas_boundary_resolution == 0:
+                assert collect is not None, "the section parallel refuses eigenvalues"
                 self._look(collect())
             for name in due:
                 self._lose_a_bit(name)

@@ -32,6 +32,7 @@ from .pipeline_report import PipelineReport
 from .pipelined import PipelinedModel
 from .schedule_order import SCHEDULES, ZERO_BUBBLE, actions_of, check_microbatches, check_order, stages_of_ranks
 from .sharded_stages import copies_of
+from .stage_chain import NO_TECHNIQUES, StageChain, Techniques
 from .stage_modules import LossOf, StageModule, result_of
 from .stage_runs import StageRuns
 from .stage_values import Materialize, own_values, share_first_values
@@ -57,6 +58,7 @@ def pipeline(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
+    techniques: Techniques = NO_TECHNIQUES,
 ) -> PipelinedModel:
     """Split an unmodified model into pipeline stages.
 
@@ -86,6 +88,7 @@ def pipeline(
         reduce_dtype: As for `partition`. Needs `data_parallel`.
         options: Options of the backend, which then compiles each stage; {} uses their defaults. None: stages run
             eagerly. `memory_limit` bounds a step of each rank.
+        techniques: Changes that the engine needs.
 
     Returns:
         This rank's stages.
@@ -96,11 +99,10 @@ def pipeline(
         PassError: The graph cannot be cut there.
         RanksDisagreeError: The ranks would run different pipelines.
     """
-    copies = copies_of(data_parallel, zero_stage, keep_whole_below, param_dtype, reduce_dtype)
+    copies = copies_of(data_parallel, zero_stage, keep_whole_below, param_dtype, reduce_dtype, techniques.offload)
     count = stages or mesh.size() * (2 if SCHEDULES.get(schedule) else 1)
     held = _checked_stages(mesh, schedule, stages=count, microbatches=microbatches, options=options)
-    device = _device(mesh)
-    agreement = _agreement(mesh)
+    device, agreement, paths = _device(mesh), _agreement(mesh), techniques.paths(model, schedule, options)
     costs = _costs(agreement, mesh)
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
     twin = _twin(model, device, param_dtype)
@@ -109,18 +111,18 @@ def pipeline(
     example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     result = result_of(captured, is_loss=loss_fn is None)
-    return_only(captured.graph_module, results := captured.returned() if result is None else [result])
-    splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs))
-    plan = splits.plan(captured.graph_module.graph, captured.costs, captured.repeated)
-    graphs = stage_graphs(
-        captured.graph_module, plan, state=captured.state, results=results, repeated=captured.repeated
-    )
-    lines = [f"{schedule}, {microbatches} micro-batches", *describe_stages(graphs)]
-    agreement.confirm("run different pipelines", lines)
+    gm = captured.graph_module
+    return_only(gm, results := captured.returned() if result is None else [result])
+    splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs), undivided=techniques.drops)
+    plan = splits.plan(gm.graph, captured.costs, captured.repeated)
+    graphs = stage_graphs(gm, plan, state=captured.state, results=results, repeated=captured.repeated)
+    techniques.check(graphs)
+    first = f"{schedule}, {microbatches} micro-batches, blocks {sorted(paths)}"
+    agreement.confirm("run different pipelines", [first, *describe_stages(graphs)])
     group, rank = axis_group(mesh, 0), mesh.get_local_rank()
     own = own_values(graphs, held[rank], device=device, materialize=materialize)
     share_first_values(graphs, held, own, group=group, agreement=agreement)
-    mine = _own_stages(graphs, held[rank], defers=schedule in ZERO_BUBBLE)
+    mine = _own_stages(graphs, held[rank], defers=schedule in ZERO_BUBBLE, paths=paths)
     for module in mine.values() if options is not None else ():
         module.compile_graph(options or {})
     loss = LossOf(loss_fn, microbatches, is_missing=result is None)
@@ -251,9 +253,11 @@ def _seconds_per_byte(costs: CostModel) -> float:
     return 1 / link.of("all_gather_into_tensor").bytes_per_s
 
 
-def _own_stages(graphs: Sequence[StageGraph], held: Sequence[int], *, defers: bool) -> dict[int, StageModule]:
-    last = len(graphs) - 1
-    return {
-        number: StageModule(graphs[number].module, graphs[number].roots, single=number == last, defers=defers)
-        for number in held
-    }
+def _own_stages(
+    graphs: Sequence[StageGraph], held: Sequence[int], *, defers: bool, paths: frozenset[str]
+) -> dict[int, StageModule]:
+    last, found = len(graphs) - 1, {}
+    for number in held:
+        graph, chain = graphs[number], StageChain(graphs[number], paths) if paths else None
+        found[number] = StageModule(graph.module, graph.roots, single=number == last, defers=defers, chain=chain)
+    return found

@@ -15,6 +15,7 @@ from dsgraph.utils.errors import OptionError
 
 from .evaluation import Evaluation
 from .pipeline_report import PipelineReport
+from .stage_chain import Keeps
 from .stage_limits import StageLimits
 from .stage_modules import LossOf, StageModule
 from .stage_parameters import StageParameters
@@ -110,6 +111,11 @@ class PipelinedModel(StageParameters):
     def scale_loss(self, scale: float) -> None:
         """Multiply the loss and the gradients of later steps by a number. `step` returns the unscaled loss."""
         self._loss.scale = scale
+
+    def leave_out(self, keeps: Keeps) -> None:
+        """Let the micro-batches of later steps leave out blocks of `Techniques.drops`."""
+        for stage in self._stages.values():
+            stage.keeps = keeps
 
     def evaluate(self, *args: Any, target: Tensor | None = None, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the mean loss of the model's forward in `eval()`, and its output if asked for.

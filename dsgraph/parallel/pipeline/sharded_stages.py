@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class Copies:
         keep_whole_below: See `partition`.
         param_dtype: Dtype in which stages compute; None: that of the shards.
         reduce_dtype: See `partition`.
+        offload: See `partition`.
     """
 
     mesh: DeviceMesh
@@ -37,6 +39,7 @@ class Copies:
     keep_whole_below: int | None
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    offload: Mapping[str, Any] | None = None
 
 
 def copies_of(
@@ -45,6 +48,7 @@ def copies_of(
     keep_whole_below: int | None,
     param_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
+    offload: Mapping[str, Any] | None = None,
 ) -> Copies | None:
     """Return the data-parallel ranks of `pipeline`, from its arguments; None without any.
 
@@ -54,7 +58,7 @@ def copies_of(
     """
     check_arguments(zero_stage, param_dtype, reduce_dtype, keep_whole_below)
     if mesh is not None:
-        return Copies(mesh, zero_stage, keep_whole_below, param_dtype, reduce_dtype)
+        return Copies(mesh, zero_stage, keep_whole_below, param_dtype, reduce_dtype, offload)
     given = {"keep_whole_below": keep_whole_below, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     for name, value in {"zero_stage": zero_stage or None, **given}.items():
         if value is not None:
@@ -75,8 +79,11 @@ class ShardedStages:
     With a `param_dtype` the full parameters have that dtype. Gradients are accumulated in the dtype of the shards,
     because the sum of many micro-batches would lose digits in 16 bits.
 
+    Transforms of a parameter change it when it is gathered, so once a step.
+
     Attributes:
         shards: A module with the parameters under their names in the model, partitioned.
+        state: Its parameters.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], copies: Copies) -> None:
@@ -92,10 +99,11 @@ class ShardedStages:
             keep_whole_below=copies.keep_whole_below,
             param_dtype=copies.param_dtype,
             reduce_dtype=copies.reduce_dtype,
+            offload=copies.offload,
             cast_forward_inputs=False if is_cast else None,
         )
-        (self._state,) = partition_states(self.shards)
-        self._full = {entry: parameters[entry.name] for entry in self._state.parameters}
+        (self.state,) = partition_states(self.shards)
+        self._full = {entry: parameters[entry.name] for entry in self.state.parameters}
         self._entries = {id(full): entry for entry, full in self._full.items()}
         self._sums: dict[str, Tensor] | None = {} if is_cast else None
         for entry, full in self._full.items() if is_cast else ():
@@ -106,14 +114,21 @@ class ShardedStages:
 
     def begin(self) -> None:
         """Gather the full parameters. All ranks of the mesh call it together."""
-        if self._state.zero.gathers_each_use:
+        if self.state.zero.gathers_each_use:
             for entry in self._full:
                 entry.is_held_for_step = bool(entry.spec.group)
-            self._state.hold_copies()
-        self._state.refresh(eagerly=True)
-        self._state.copies.finish()
+                for transform in entry.transforms:
+                    transform.before_eager_gather()
+            self.state.hold_copies()
+        self.state.refresh(eagerly=True)
+        self.state.copies.finish()
         for entry, full in self._full.items():
-            full.data = (entry.rows if entry.gathered_copy is None else entry.gathered_copy).detach().to(full.dtype)
+            gathered = (entry.rows if entry.gathered_copy is None else entry.gathered_copy).detach().to(full.dtype)
+            for transform in entry.transforms:
+                gathered = transform.after_gather(gathered)
+            full.data = gathered
+            if self.state.zero.gathers_each_use:
+                entry.gathered_copy = None  # freed now if a transform has made another tensor of it
 
     def add_gradient(self, full: Tensor) -> None:
         """Move the gradient of a full parameter, if any, to its accumulated gradient."""
@@ -137,6 +152,17 @@ class ShardedStages:
             yield entry.rows
             if entry.gathered_copy is not None:
                 yield entry.gathered_copy
+
+    def transform_bytes(self) -> int:
+        """Return the bytes that transforms of gathered parameters take at the beginning of a step."""
+        return max(
+            (
+                transform.working_bytes(math.prod(entry.spec.shape))
+                for entry in self._full
+                for transform in entry.transforms
+            ),
+            default=0,
+        )
 
     def accumulated_bytes(self) -> int:
         """Return the bytes of the full gradients that a step accumulates, with one that is being cast."""
@@ -164,13 +190,13 @@ class ShardedStages:
             entry.accumulated_grad = grads[entry.name]
             entry.is_summed = entry.accumulated_grad is not None
         self.let_go()
-        reduce_accumulated(self._state)
+        reduce_accumulated(self.state)
 
     def let_go(self) -> None:
         """Release the full parameters at stage 3, which has none between steps."""
-        if not self._state.zero.gathers_each_use:
+        if not self.state.zero.gathers_each_use:
             return
-        self._state.release_copies()
+        self.state.release_copies()
         for entry, full in self._full.items():
             if entry.spec.group:
                 full.data = torch.empty(0, dtype=full.dtype, device=full.device)

@@ -1,16 +1,21 @@
-"""A stage whose repeated blocks are graphs of their own, which may be left out."""
+"""Stages whose repeated blocks are graphs of their own, and may be left out; and what techniques need of stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
+from dsgraph.partitioning.blocks.repeated_blocks import find_blocks, read_blocks
 from dsgraph.passes.parallel.stage_graphs import StageGraph, StageGraphModule
 from dsgraph.passes.parallel.stage_segments import Segment, blocks_in, segments_of
 from dsgraph.utils.errors import OptionError
+
+from .schedule_order import ZERO_BUBBLE
 
 Keeps = Callable[[int], Mapping[str, float]]
 """A function from the number of a micro-batch to the probability with which each block was kept; 0: it is left out."""
@@ -106,3 +111,62 @@ def _tensor(module: StageGraphModule, name: str) -> Tensor:
     path, _, leaf = name.rpartition(".")
     found: Tensor = getattr(module.get_submodule(path), leaf)
     return found
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """Changes of the stages of a model that techniques of the engine need.
+
+    Attributes:
+        transforms: True if transforms change how parameters are gathered or reduced: they need shards, also over one
+            data-parallel rank.
+        offload: As for `partition`, for the shards.
+        blocks: As for `partition`: compiled stages have one graph for all equal blocks. Options that need one graph,
+            such as `memory_limit`, compile a stage as one all the same.
+        drops: Paths of blocks that a micro-batch may leave out.
+    """
+
+    transforms: bool = False
+    offload: Mapping[str, Any] | None = None
+    blocks: Literal["auto", "none"] | Sequence[str] = "none"
+    drops: tuple[str, ...] = ()
+
+    @property
+    def needs_shards(self) -> bool:
+        """True if parameters are partitioned also over one data-parallel rank."""
+        return self.transforms or self.offload is not None
+
+    def paths(self, model: nn.Module, schedule: str, options: Mapping[str, Any] | None) -> frozenset[str]:
+        """Return the paths of the blocks that are graphs of their own.
+
+        Args:
+            model: The model.
+            schedule: See `pipeline`.
+            options: See `pipeline`.
+
+        Raises:
+            OptionError: The schedule or `memory_limit` needs one graph of a stage.
+            PartitionError: `blocks` names no list of blocks.
+        """
+        chosen = options or {}
+        one_graph = any(chosen.get(name) not in (None, False, "auto", "none") for name in NEED_ONE_GRAPH)
+        modules = find_blocks(model, read_blocks(self.blocks)) if options is not None and not one_graph else frozenset()
+        found = frozenset(name for name, module in model.named_modules() if module in modules) | {*self.drops}
+        if found and schedule in ZERO_BUBBLE:
+            raise OptionError(
+                f"pipeline: blocks as graphs of their own are not supported with {schedule}, which defers the weight "
+                "gradients of a stage's graph: use 1F1B, GPipe or Interleaved1F1B"
+            )
+        if self.drops and chosen.get("memory_limit") is not None:
+            raise OptionError(
+                "pipeline: the option 'memory_limit' is planned for one graph of a stage, and blocks that may be left "
+                "out are graphs of their own: remove one of the two"
+            )
+        return found
+
+    def check(self, stages: Sequence[StageGraph]) -> None:
+        """Raise an error if a block of `drops` cannot be left out; see `check_droppable`."""
+        check_droppable(stages, self.drops)
+
+
+NO_TECHNIQUES = Techniques()

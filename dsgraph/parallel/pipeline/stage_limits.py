@@ -138,7 +138,7 @@ class StageLimits:
     def _planned_together(self, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
         self._earlier = self.gradients.earlier_bytes()
         with self.gradients.evaluating():  # with full parameters
-            return self._together(lambda: self._planned(run, inputs, least=self._check_reduction(run, inputs)))
+            return self._together(lambda: self._planned(run, inputs, least=self._check_ends(run, inputs)))
 
     def _together(self, check: Callable[[], _Result]) -> _Result:
         """Return the result of a check; if it fails on any rank, raise the error of the first such rank on all."""
@@ -168,7 +168,7 @@ class StageLimits:
         Args:
             run: The stages as the schedule runs them.
             inputs: The complete batch.
-            least: Bytes at the end of a step.
+            least: Bytes at the beginning or the end of a step.
         """
         step = self._step(run, inputs)
         fixed, taken, plans = sum(step.values()), 0, dict[int, tuple[str, ...]]()
@@ -249,14 +249,14 @@ class StageLimits:
         held += max((number_of(node, tensor_bytes(node.meta.get("val"))) for node in sums), default=0)
         return held + self.holds_sent * (count - self.in_flight[number]) * _bytes(sent)
 
-    def _check_reduction(self, run: StageRun, inputs: Mapping[str, Tensor]) -> int:
-        """Return the bytes that the reduction of gradients takes at the end of a step; refuse a limit below."""
-        held = self._step(run, inputs) | {"reduced gradients": self.gradients.reduction_bytes()}
-        least = sum(held.values())
-        if least > self.limit:
+    def _check_ends(self, run: StageRun, inputs: Mapping[str, Tensor]) -> int:
+        """Return the bytes at the beginning or the end of a step, whichever takes more; refuse a limit below."""
+        moments = self.gradients.at_ends(self._step(run, inputs), earlier=self._earlier)
+        when, held = max(moments.items(), key=lambda each: sum(each[1].values()))
+        if (least := sum(held.values())) > self.limit:
             parts = ", ".join(f"{name} {size:,}" for name, size in held.items() if size)
             raise MemoryLimitError(
-                f"pipeline: memory_limit is {self.limit:,} bytes, and the end of a step takes {least:,} at least on "
+                f"pipeline: memory_limit is {self.limit:,} bytes, and the {when} of a step takes {least:,} at least on "
                 f"rank {dist.get_rank()}: there are {parts}; raise the limit, or use more pipeline stages, smaller or "
                 "fewer micro-batches, or a higher zero_stage"
             )

@@ -19,6 +19,7 @@ from dsgraph.utils.errors import OptionError
 
 from .captured_model import CapturedModel
 from .deferred_weights import WeightQueue, defer_weights
+from .stage_chain import Keeps, StageChain
 
 
 class LossOf:
@@ -94,21 +95,33 @@ class StageModule(nn.Module):
         graph_module: The stage's graph.
         roots: Names of the inputs of the model that it reads.
         queue: Gradients of weights that a zero-bubble schedule computes later; None for other schedules.
+        keeps: The blocks that each micro-batch keeps; None: all. It needs a chain.
     """
 
     def __init__(
-        self, graph_module: StageGraphModule, roots: Sequence[str], *, single: bool, defers: bool = False
+        self,
+        graph_module: StageGraphModule,
+        roots: Sequence[str],
+        *,
+        single: bool,
+        defers: bool = False,
+        chain: StageChain | None = None,
     ) -> None:
         super().__init__()
         self.queue = WeightQueue() if defers else None
         self._deferred = None if self.queue is None else defer_weights(graph_module, self.queue)
         self.graph_module = graph_module
         self.roots, self._single = tuple(roots), single
-        self._run: Callable[..., Any] = graph_module.__call__
+        self.keeps: Keeps | None = None
+        self._chain = chain
+        self._run: Callable[..., Any] = graph_module.__call__ if chain is None else chain.__call__
         self._hooked = WeakIdKeyDictionary()
 
     def compile_graph(self, options: Mapping[str, Any]) -> None:
         """Let the backend compile the stage when it first runs."""
+        if self._chain is not None:
+            self._chain.compile_graphs(options)
+            return
         compiled: Any = torch.compile(self.graph_module, backend="dsgraph", fullgraph=True, options=dict(options))
         # Not a child module: by those torch recognizes compiled stages, and refuses schedules that split the backward.
         self._run = compiled.__call__
@@ -116,6 +129,11 @@ class StageModule(nn.Module):
     def compile_ahead(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> CompileOutcome:
         """Compile the stage for values like those that `forward` takes, without running it."""
         return compile_ahead(self.graph_module, self._call, received, inputs)
+
+    def begin(self, microbatch: int) -> None:
+        """Note the micro-batch of the next forward."""
+        if self._chain is not None:
+            self._chain.keeps = None if self.keeps is None else self.keeps(microbatch)
 
     def forward(self, *received: Tensor, **inputs: Tensor) -> Any:
         """Return the sent values, contiguous as gloo requires; the last stage returns its one result by itself."""
@@ -145,9 +163,10 @@ class TimedStage(StageOfOtherRanks):
 
     busy = 0.0
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch, timed; see torch."""
-        return self._timed(super().forward_one_chunk, *args, **kwargs)
+        cast(StageModule, self.submod).begin(fwd_chunk_id)
+        return self._timed(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a micro-batch, timed; see torch.

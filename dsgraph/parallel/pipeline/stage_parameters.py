@@ -31,6 +31,7 @@ class StageParameters:
     Attributes:
         report: How the model was split.
         data_parallel: The ranks that hold the same stages, each with a batch of its own; None without data parallelism.
+        shards: This rank's parameters, partitioned over those ranks, under their names; None without data parallelism.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class StageParameters:
     ) -> None:
         """Set up from this rank's stages, and the model's sizes and description for checkpoints."""
         self.report, self.data_parallel = report, gradients.copies
+        self.shards = None if gradients.sharded is None else gradients.sharded.shards
         self._stages, self._gradients, self._device = stages, gradients, device
         self._sizes, self._description = sizes, description
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under their names in the model, each once. With ZeRO these are its shards."""
-        if self._gradients.sharded is not None:
-            yield from self._gradients.sharded.shards.named_parameters()
+        if self.shards is not None:
+            yield from self.shards.named_parameters()
             return
         seen: set[int] = set()
         for stage in self._stages.values():

@@ -125,6 +125,19 @@ class StepGradients:
         tied = sum(like.nbytes for like in self.tied.values())
         return tied + (self.sharded.reduction_bytes() if self.sharded is not None else 0)
 
+    def at_ends(self, step: Mapping[str, int], *, earlier: int) -> dict[str, dict[str, int]]:
+        """Return the bytes at the beginning and at the end of a step, by purpose.
+
+        Args:
+            step: Bytes during the step, by purpose.
+            earlier: Bytes of gradients of earlier steps.
+        """
+        changed = self.sharded.transform_bytes() if self.sharded is not None else 0
+        return {
+            "beginning": {**step, "gradients": earlier, "transformed parameters": changed},
+            "end": {**step, "reduced gradients": self.reduction_bytes()},
+        }
+
     def average(self, loss: Tensor) -> Tensor:
         """Return the mean loss over data-parallel ranks, in place, from the parts of the pipeline's ranks."""
         dist.all_reduce(loss, group=self.pipeline)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from dsgraph.inductor_ext import resolve_group
+
+from .parameter_slice import ParameterSlice
 from .parameter_transform import ParameterTransform
 
 
@@ -22,6 +25,7 @@ class FakeWeight(ParameterTransform):
         transposed: Argument of the op.
         symmetric: Argument of the op.
         stochastic: Argument of the op.
+        held: The slice of the weight that is gathered here, on a tensor-parallel rank; None: the full weight.
     """
 
     is_copied: ClassVar[bool] = True
@@ -31,12 +35,32 @@ class FakeWeight(ParameterTransform):
     transposed: bool
     symmetric: bool
     stochastic: bool
+    held: ParameterSlice | None = None
 
     @override
     def after_gather(self, full: Tensor) -> Tensor:
-        """Return the rounded weight; gradients go straight through."""
+        """Return the rounded weight, or its slice; gradients go straight through."""
+        if self.held is None or self._rounds_slices:
+            return self._rounded(full)
+        rank = resolve_group(self.held.group).rank()
+        return self.held.own(self._rounded(self.held.full(full)), rank)
+
+    @override
+    def working_bytes(self, numbers: int) -> int:
+        """Return the bytes of what the op computes, in float32 and int64, and of a weight that is gathered."""
+        gathered = 1 if self.held is None or self._rounds_slices else self.held.ranks
+        return numbers * gathered * (56 if self.stochastic else 32)
+
+    @property
+    def _rounds_slices(self) -> bool:
+        """True if a slice is rounded like the full weight: it has all numbers of its output channels."""
+        held = self.held
+        channel = 1 if self.transposed else 0
+        return held is not None and held.dim == channel and not self.groups and not self.stochastic
+
+    def _rounded(self, weight: Tensor) -> Tensor:
         return torch.ops.dsgraph.fake_quantize(
-            full,
+            weight,
             self.control,
             groups=self.groups,
             transposed=self.transposed,

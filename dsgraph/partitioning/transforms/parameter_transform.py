@@ -37,6 +37,14 @@ class ParameterTransform:
         """The tensors that the reduction keeps from step to step: it gives new values as their gradients."""
         return ()
 
+    def working_bytes(self, numbers: int) -> int:
+        """Return the bytes that `after_gather` takes besides its result, outside compiled graphs.
+
+        Args:
+            numbers: Number of elements of the gathered parameter.
+        """
+        return 0
+
     def store(self, rows: Tensor) -> Tensor:
         """Return this rank's rows in the memory where the parameter keeps them."""
         return rows

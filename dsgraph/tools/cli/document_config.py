@@ -89,8 +89,7 @@ def _conditions(field: FieldInfo) -> str:
         parts += [f'`{name}` "auto": {name_of(auto)}' for name, auto in entry.auto.items()]
     elif entry.auto is not None:
         parts.append(f'"auto": {name_of(entry.auto)}')
-    only = ", ".join(map(json.dumps, entry.parallel)) if isinstance(entry.parallel, tuple) else ""
-    return "; ".join([*parts, *([f"`parallel`{f' with {only}' if only else ''}"] if entry.parallel else [])])
+    return "; ".join([*parts, *["`parallel`"] * entry.parallel])
 
 
 def _needs(needs: Needs) -> str:
