@@ -1438,12 +1438,12 @@ PARALLEL = (
         killers=("tests/parallel/test_tensor_plan.py",),
     ),
     Mutant(
-        *("stages-evaluate-as-in-training", "dsgraph/parallel/pipeline/evaluation.py", "missing step"),
+        *("stages-evaluate-as-in-training", "dsgraph/parallel/pipeline/evaluation/evaluation.py", "missing step"),
         *("Evaluation.__init__", ".eval()", ""),
         killers=("tests/distributed/test_pipeline_evaluation.py",),
     ),
     Mutant(
-        *("outputs-of-the-last-micro-batch", "dsgraph/parallel/pipeline/evaluation.py", "missing term"),
+        *("outputs-of-the-last-micro-batch", "dsgraph/parallel/pipeline/evaluation/evaluation.py", "missing term"),
         *("_joined", "torch.cat(list(parts))", "parts[-1]"),
         killers=("tests/distributed/test_pipeline_outputs.py",),
     ),
@@ -1456,6 +1456,16 @@ PARALLEL = (
         *("returned-arguments-left-out", "dsgraph/parallel/pipeline/captured_model.py", "missing term"),
         *("OutputTree.of", "if isinstance(leaf, Tensor)", "if isinstance(leaf, Tensor) and id(leaf) not in given"),
         killers=("tests/parallel/pipeline/test_captured_model.py",),
+    ),
+    Mutant(
+        *("stages-generate-from-the-padding", "dsgraph/parallel/pipeline/pipelined.py", "wrong index"),
+        *("PipelinedModel._logits", "found[:, position]", "found[:, -1]"),
+        killers=("tests/distributed/test_pipeline_generation.py",),
+    ),
+    Mutant(
+        *("stages-generate-both-ways", "dsgraph/parallel/pipeline/evaluation/generation.py", "missing check"),
+        *("Generation._forward", "if not self._is_causal", "if False"),
+        killers=("tests/distributed/test_pipeline_generation.py",),
     ),
     Mutant(
         *("evaluation-cuts-anywhere", "passes/parallel/split_stages.py", "wrong bound"),

@@ -19,10 +19,7 @@ _BATCHES = (
     "These ranks hold parts of one model and need the same rows: give all of them the same batch. A sampler must split "
     "the data over data-parallel ranks only"
 )
-_SEEDS = (
-    "Dropout of a tensor-parallel value needs equal random states: call torch.manual_seed(seed) with the same seed on "
-    "these ranks"
-)
+_SEEDS = "needs equal random states: call torch.manual_seed(seed) with the same seed on these ranks"
 
 
 class EqualBatches:
@@ -61,15 +58,22 @@ class EqualBatches:
         for agreement in self._agreements:
             agreement.confirm("compute with different batches", lines, advice=_BATCHES)
 
-    def compare_random_numbers(self, device: torch.device, state: Tensor) -> None:
+    def compare_random_numbers(self, device: torch.device, state: Tensor, *, samples: bool = False) -> None:
         """Compare the random state with those of the other tensor-parallel ranks. All of them call it.
+
+        Args:
+            device: The device of the generator.
+            state: Its state.
+            samples: True if the ranks sample tokens. The ranks of the pipeline are then compared as well.
 
         Raises:
             RanksDisagreeError: Random states differ; raised on all ranks, with the names of two.
         """
-        if self._slicing is not None:
-            line = f"random numbers of {device.type} with checksum {_digest(state)}"
-            self._slicing.confirm("draw different random numbers", [line], advice=_SEEDS)
+        line = f"random numbers of {device.type} with checksum {_digest(state)}"
+        for agreement in self._agreements if samples else [self._slicing]:
+            if agreement is not None:
+                what = "Sampling" if samples else "Dropout of a tensor-parallel value"
+                agreement.confirm("draw different random numbers", [line], advice=f"{what} {_SEEDS}")
 
 
 def random_state(device: torch.device) -> Tensor:

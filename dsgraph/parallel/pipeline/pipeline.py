@@ -25,7 +25,8 @@ from dsgraph.ranks.mesh import axis_group, mesh_axes, mesh_ranks
 from dsgraph.utils.errors import OptionError, PartitionError
 
 from .captured_model import CapturedModel, capture_model
-from .evaluation import Evaluation, Held
+from .evaluation.evaluation import Evaluation, Held
+from .evaluation.generation import Generation
 from .mixed_dtypes import refuse_mixed_dtypes
 from .model_copy import default_device, with_values, without_values
 from .pipeline_report import PipelineReport
@@ -149,15 +150,12 @@ def pipeline(
             agreement=agreement,
             options=options,
         ),
+        generation=Generation(twin, example, microbatches=microbatches),
         loss=loss,
         report=report,
         inputs=captured.inputs,
         arguments=StepArguments(
-            example,
-            inputs=captured.inputs,
-            microbatches=microbatches,
-            loss_inside=loss_fn is None,
-            dtype=param_dtype,
+            example, inputs=captured.inputs, microbatches=microbatches, loss_inside=loss_fn is None, dtype=param_dtype
         ),
         device=device,
         equal=EqualBatches(agreement, _slicing_agreement(captured, device)),

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
 from dsgraph.utils.errors import OptionError
 
-from .evaluation import Evaluation
+from .evaluation.evaluation import Evaluation
+from .evaluation.generation import Generation
 from .pipeline_report import PipelineReport
 from .stage_chain import Keeps
 from .stage_limits import StageLimits
@@ -40,6 +42,7 @@ class PipelinedModel(StageParameters):
         gradients: StepGradients,
         options: Mapping[str, Any] | None,
         evaluation: Callable[..., Evaluation],
+        generation: Generation,
         loss: LossOf,
         report: PipelineReport,
         inputs: Mapping[str, int],
@@ -54,7 +57,7 @@ class PipelinedModel(StageParameters):
             stages=stages, gradients=gradients, report=report, sizes=sizes, description=description, device=device
         )
         self._runs, self._equal, self._draws = runs, equal, draws
-        self._make_evaluation, self._loss = evaluation, loss
+        self._make_evaluation, self._generation, self._loss = evaluation, generation, loss
         self._limits = StageLimits.of(options, stages, report=report, gradients=gradients, loss=loss)
         self._evaluations: dict[bool, Evaluation] = {}  # by `return_outputs`
         self._timed, self._seconds = runs.now().stages, 0.0
@@ -155,6 +158,60 @@ class PipelinedModel(StageParameters):
         if loss is not None:
             self._gradients.average(loss)
         return (loss, output) if return_outputs else loss
+
+    def generate(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """Generate tokens by transformers' `generate`, with a causal model of transformers.
+
+        There is no cache: each new token costs an evaluation of `microbatches` micro-batches at the full length of the
+        example, however short the prompts are. Use it to look at a model in training; to serve one, export it and use
+        `init_inference`. The first call evaluates once more, to check that the model is causal. Ranks call it as they
+        call `evaluate`; ranks of `data_parallel` each with prompts of their own.
+
+        Args:
+            input_ids: Prompts (rows, length): at most the rows of a batch, beams and returned sequences included.
+                With the new tokens they are at most as long as the example. Prompts of several lengths are padded on
+                the left, with `attention_mask=`; the example then contains `attention_mask` and `position_ids`.
+            **arguments: Those of transformers' `generate`: `max_new_tokens`, `do_sample`, `temperature`, `top_k`,
+                `eos_token_id`, `pad_token_id` and others.
+
+        Returns:
+            What transformers' `generate` returns, the same on all ranks of the pipeline.
+
+        Raises:
+            OptionError: The model is not causal or not of transformers, or an argument is not supported.
+            PartitionError: See `evaluate`.
+            RanksDisagreeError: Ranks of the pipeline were given different arguments, or would sample with different
+                random numbers.
+        """
+        draws = self._generation.check(input_ids, arguments)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        plain = {name: value for name, value in arguments.items() if isinstance(value, (int, float, str))}
+        self._equal.compare(f"generate with {sorted(plain.items())}", {"input_ids": input_ids, **tensors})
+        if draws:
+            self._equal.compare_random_numbers(self._device, random_state(self._device), samples=True)
+        copies = self.data_parallel
+        return self._generation.run(
+            input_ids, arguments, self._logits, is_synced=copies is not None and copies.size() > 1
+        )
+
+    def _logits(self, position: int, **arguments: Any) -> Tensor:
+        """Return the logits at a position (rows, vocabulary), in float32, on all ranks of the pipeline."""
+        _, output = self.evaluate(return_outputs=True, **arguments)
+        last = sum(map(len, self.report.stages_of_ranks)) - 1
+        source = next(rank for rank, stages in enumerate(self.report.stages_of_ranks) if last in stages)
+        found = getattr(output, "logits", None)
+        shape = arguments["input_ids"].shape
+        size = torch.zeros((), dtype=torch.int64, device=self._device)
+        if isinstance(found, Tensor) and found.ndim == 3 and found.shape[:2] == shape:
+            size.fill_(found.shape[2])
+        dist.broadcast(size, group=self._gradients.pipeline, group_src=source)
+        if not size:
+            raise OptionError(f"pipeline.generate: the model's output has no logits of the {shape[1]} positions")
+        logits = torch.empty(shape[0], int(size), device=self._device)
+        if found is not None:
+            logits.copy_(found[:, position])
+        dist.broadcast(logits, group=self._gradients.pipeline, group_src=source)
+        return logits
 
     def _compare(self, kind: str, given: Mapping[str, Any]) -> None:
         """Compare the batches of ranks that need equal ones, in the first steps of a kind."""

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from dsgraph.compat.tensors import map_tensors
+from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
+from dsgraph.parallel.pipeline.fake_run import fake_values
+from dsgraph.parallel.pipeline.model_copy import default_device, without_values
+from dsgraph.parallel.pipeline.stage_modules import LossOf, StageModule
+from dsgraph.parallel.pipeline.stage_values import fetch_missing
 from dsgraph.passes.compat import set_grad_enabled
 from dsgraph.passes.parallel.split_stages import stages_by_parameters
 from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import OptionError, PartitionError
-
-from .captured_model import CapturedModel, capture_model
-from .fake_run import fake_values
-from .model_copy import default_device, without_values
-from .stage_modules import LossOf, StageModule
-from .stage_values import fetch_missing
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Evaluation of a pipelined model: losses, outputs and generated tokens."""
