@@ -81,8 +81,15 @@ def _order_in_graphs(*, trains: bool, **options: object) -> tuple[list[list[str]
     return placed, [["".join(names) for names in call] for call in calls]
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("settings", [{}, TURNED_ON], ids=["default", "turned on"])
+@pytest.mark.parametrize(
+    ("settings", "trains"),
+    [
+        pytest.param(TURNED_ON, True, id="turned on-training"),
+        pytest.param({}, False, id="default-inference"),
+        pytest.param({}, True, marks=pytest.mark.full, id="default-training"),
+        pytest.param(TURNED_ON, False, marks=pytest.mark.full, id="turned on-inference"),
+    ],
+)
 def test_inductor_moves_nothing_that_passes_have_placed(fake_ranks, settings, trains):
     with config.patch(_known(settings)):
         placed, found = _order_in_graphs(trains=trains)

@@ -48,7 +48,8 @@ def _pipeline(limit: int | None, *, dp: int = 1, **how: Any) -> dsgraph.Pipeline
     torch.manual_seed(0)
     options = {"codegen": "eager", "strict": True} | ({} if limit is None else {"memory_limit": limit})
     example = tuple(tensor[:ROWS] for tensor in _batch(0))
-    model = GPT(GPTConfig(vocab=64, width=32, heads=2, layers=4))
+    layers = 4 if how.get("schedule") == "Interleaved1F1B" else 2  # one for each stage
+    model = GPT(GPTConfig(vocab=64, width=32, heads=2, layers=layers))
     return dsgraph.parallelize(
         model, example, pp=2, dp=dp, microbatches=COUNT, keep_whole_below=64, options=options, **how
     )
@@ -135,7 +136,7 @@ def _refusals() -> None:
         "dsgraph": {"memory_limit": "1GiB", "compile": False},
         "parallel": {"pp": 2},
     }
-    model, example = GPT(GPTConfig(vocab=64, width=32, heads=2, layers=4)), tuple(x[:ROWS] for x in _batch(0))
+    model, example = GPT(GPTConfig(vocab=64, width=32, heads=2, layers=2)), tuple(x[:ROWS] for x in _batch(0))
     with pytest.raises(ConfigError, match=r"dsgraph.memory_limit .* dsgraph.compile is false"):
         dsgraph.initialize(model=model, config=config, example=example)
 

@@ -153,9 +153,34 @@ def test_inductor_matches_one_process(ranks, case, stage):
     ranks(2).run(_compare, case, stage=stage, codegen="inductor")
 
 
+@pytest.mark.full  # the layers of few kernels follow
 @pytest.mark.inductor
 def test_inductor_with_several_buckets_matches_one_process(ranks):
     ranks(2).run(_compare, "uneven", 200, stage=3, codegen="inductor")
+
+
+class _Layers(nn.Module):
+    """Few kinds of kernels, so that compiling them does not take long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _compare_layers() -> None:
+    batches = lambda step, rank: (torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank)),)  # noqa: E731
+    how = {"pipeline": with_buckets(2 * 32 * 32 * 4), "blocks": "none", "steps": 2}
+    compare(_Layers, batches, stage=3, codegen="inductor", **how)
+
+
+@pytest.mark.inductor
+def test_inductor_with_buckets_of_layers_matches_one_process(ranks):
+    ranks(2).run(_compare_layers)
 
 
 def _travelling(bucket_bytes: int) -> list[tuple[int, int, float, int, bool]]:
@@ -223,19 +248,6 @@ def test_a_warm_start_gives_no_rank_the_graph_of_another(ranks, tmp_path):
 
 
 COLLECTIVES = re.compile(r"torch\.ops\.(?:_c10d_functional|dsgraph)\.(\w+)\.default\(")
-
-
-class _Layers(nn.Module):
-    """Few kinds of kernels, so that compiling them does not take long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def _compare_order(bucket_bytes: int) -> None:

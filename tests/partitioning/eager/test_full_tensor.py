@@ -160,6 +160,7 @@ class Writing(nn.Linear):
         return super().forward(x) + own.sum()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("accumulating", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("how", ["data", "view", "row", "init"])
