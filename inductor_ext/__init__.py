@@ -13,7 +13,6 @@ from .collectives.algorithms import (
     chunk_rows,
     pad_rows,
     start_gather_rows,
-    start_gathers_in_place,
     start_reducing,
     sum_over,
     usual_gather,
@@ -36,6 +35,7 @@ from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
 from .collectives.reductions import AVERAGE, REDUCTIONS, one_group
 from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
+from .collectives.together import start_gathers_in_place, start_reducing_together
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
 from .kernels.decoding.skinny_groups import register_lowering as _register_groups
@@ -112,6 +112,7 @@ __all__ = [
     "start_gather_rows",
     "start_gathers_in_place",
     "start_reducing",
+    "start_reducing_together",
     "start_reduction",
     "sum_over",
     "sum_slices",

@@ -22,16 +22,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.compat import backend_name, c10d_functional, register_work, resolve_group
+from dsgraph.inductor_ext.compat import backend_name, c10d_functional, resolve_group
 
 from .gather_by_messages import start_gather
 from .messages import sends_messages
 
 # Backends that can start several collectives as one.
 COALESCING_BACKENDS = ("nccl", "fake")
-
-# Number of collectives that gather all tensors of a group.
-_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -145,29 +142,6 @@ def usual_gather(ranks: Ranks, device: torch.device) -> str:
     return "gather_by_messages" if is_gloo else "all_gather_into_tensor"
 
 
-def start_gathers_in_place(pieces: Sequence[tuple[Tensor, Tensor]], ranks: Ranks) -> None:
-    """Start to gather tensors of which this rank's rows lie in their places; `wait_tensor` of each waits for it.
-
-    A backend that can starts them as a few collectives, so that the first tensors arrive while others travel.
-
-    Args:
-        pieces: This rank's `[rows, ...]`, a part of the full tensor, and the full `[ranks.size * rows, ...]`.
-        ranks: The ranks that hold the rows.
-    """
-    group, device = resolve_group(ranks.group), pieces[0][0].device
-    if backend_name(group, device.type) not in COALESCING_BACKENDS:
-        start = GATHERS[usual_gather(ranks, device)]
-        for own, full in pieces:
-            start(own, ranks, out=full)
-        return
-    size = math.ceil(len(pieces) / _PARTS)
-    for first in range(0, len(pieces), size):
-        part = pieces[first : first + size]
-        work = group.allgather_into_tensor_coalesced([full for _, full in part], [own for own, _ in part])
-        for _, full in part:
-            register_work(full, work)
-
-
 def usual_reduce_scatter(ranks: Ranks, device: torch.device) -> str:
     """Return the default kind of reduce-scatter: messages on gloo, whose own is an all-reduce of everything."""
     by_messages = sends_messages(resolve_group(ranks.group), device)
@@ -240,21 +214,26 @@ def start_reducing(
         by: A key of `REDUCE_SCATTERS`.
     """
     summed = grad.to(reduce_dtype)
-    started = UnderWay(lambda: summed)
-    if ranks.size > 1:
-        padded = pad_rows(summed, ranks.size * chunk_rows(summed.shape[0], ranks.size))
-        started = REDUCE_SCATTERS[by](padded, ranks)
+    started = REDUCE_SCATTERS[by](padded(summed, ranks), ranks) if ranks.size > 1 else UnderWay(lambda: summed)
+    return UnderWay(lambda: averaged(started.finish(), shard_shape, dtype=dtype, ranks=ranks, outer=outer))
+
+
+def padded(grad: Tensor, ranks: Ranks) -> Tensor:
+    """Return a gradient with equally many rows for each rank."""
+    return pad_rows(grad, ranks.size * chunk_rows(grad.shape[0], ranks.size))
+
+
+def averaged(
+    own: Tensor, shard_shape: Sequence[int], *, dtype: torch.dtype, ranks: Ranks, outer: Sequence[Ranks]
+) -> Tensor:
+    """Return the average of a gradient from the sum over `ranks`."""
+    own = sum_over(own, outer)
+    if ranks.group:  # after the outer groups, so that all ranks reduce the same shape over them
+        own = take_rows(own, shard_shape[0])
     averaged_over = math.prod(each.size for each in (ranks, *outer))
-
-    def finish() -> Tensor:
-        own = sum_over(started.finish(), outer)
-        if ranks.group:  # after the outer groups, so that all ranks reduce the same shape over them
-            own = take_rows(own, shard_shape[0])
-        if averaged_over == 1:  # of one rank: the gradient as it came, but a place of its own for each element
-            return (own.clone() if _is_expanded(own) else own).to(dtype)
-        return (own / averaged_over).to(dtype)
-
-    return replace(started, finish=finish)
+    if averaged_over == 1:  # of one rank: the gradient as it came, but a place of its own for each element
+        return (own.clone() if _is_expanded(own) else own).to(dtype)
+    return (own / averaged_over).to(dtype)
 
 
 def _is_expanded(tensor: Tensor) -> bool:

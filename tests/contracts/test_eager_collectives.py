@@ -63,3 +63,36 @@ def test_gathers_of_a_step_grow_with_the_parameters_alone(compiled, to_none, bac
         step()
     assert 0 < found.count["allgather_into_tensor_coalesced_"] <= MOST[compiled, to_none, backwards], found.count
     assert sum(count for name, count in found.count.items() if "reduce" in name) <= backwards * PARAMETERS, found.count
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class _Blocks(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Block() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_block_is_gathered_and_reduced_as_a_whole():
+    model = dsgraph.partition(_Blocks(3), stage=3, keep_whole_below=0)
+    runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+    for _ in range(2):
+        runs(torch.ones(2, 8)).backward()
+        model.zero_grad()
+    with _Collectives() as found:
+        runs(torch.ones(2, 8)).backward()
+    assert found.count["reduce_scatter_tensor_coalesced"] == 3, found.count
+    assert not any("reduce" in name and "coalesced" not in name for name in found.count), found.count

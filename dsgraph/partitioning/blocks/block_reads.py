@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import accumulates, has_hooks, is_accumulation
 from dsgraph.compat.dtensor import distributed_like
-from dsgraph.inductor_ext import Ranks, c10d_functional, sum_over
+from dsgraph.inductor_ext import Ranks, c10d_functional, start_reducing_together, sum_over
 from dsgraph.partitioning.markers import start_reducing_gradient
 from dsgraph.partitioning.parameter import ParameterState
 
@@ -116,7 +116,7 @@ def _only_adds(node: Any) -> bool:
 
 
 def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Finish]:
-    """Start the reductions of full gradients; those of replicated parameters go together.
+    """Start the reductions of full gradients; those of replicated parameters go together, on NCCL all others as well.
 
     Sums over several groups are finished here, in the same order on all ranks: a rank with a hook waits earlier than
     the others.
@@ -125,15 +125,15 @@ def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Fin
         pairs: Parameters, each with its gradient `[*shape]`, in the same order on all ranks.
     """
     finishes: dict[int, Finish] = {}
-    together: dict[tuple[tuple[str, ...], torch.dtype], list[int]] = {}
-    for number, (entry, grad) in enumerate(pairs):
-        if entry.spec.group:
-            finishes[number] = _start_sharded(entry, grad)
-        else:
-            _, reduce_dtype = entry.spec.dtypes(entry.param.dtype)
-            together.setdefault((tuple(entry.spec.outer_groups), reduce_dtype), []).append(number)
-    for (groups, dtype), numbers in together.items():
-        finishes |= zip(numbers, _start_replicated([pairs[number] for number in numbers], groups, dtype), strict=True)
+    together: dict[tuple[str, tuple[str, ...], torch.dtype], list[int]] = {}
+    for number, (entry, _) in enumerate(pairs):
+        _, reduce_dtype = entry.spec.dtypes(entry.param.dtype)
+        key = entry.spec.group, tuple(entry.spec.outer_groups), reduce_dtype
+        together.setdefault(key, []).append(number)
+    for (group, outer, dtype), numbers in together.items():
+        own = [pairs[number] for number in numbers]
+        started = _start_sharded(own, group, outer, dtype) if group else _start_replicated(own, outer, dtype)
+        finishes |= zip(numbers, started, strict=True)
     for number, (entry, _) in enumerate(pairs):
         later = _large(entry.spec.outer_groups) if entry.spec.group else _large(entry.spec.outer_groups)[1:]
         if later:
@@ -150,9 +150,27 @@ def _given(value: Tensor) -> Tensor:
     return value
 
 
-def _start_sharded(entry: ParameterState, grad: Tensor) -> Finish:
+def _start_sharded(
+    pairs: Sequence[tuple[ParameterState, Tensor]], group: str, outer_groups: Sequence[str], dtype: torch.dtype
+) -> list[Finish]:
+    """Start to average the gradients of sharded parameters."""
+    if Ranks.of(group).size == 1:
+        return [_start_of_one_rank(entry, grad) for entry, grad in pairs]
+    started = start_reducing_together(
+        [grad for _, grad in pairs],
+        [entry.rows.shape for entry, _ in pairs],
+        dtypes=[entry.rows.dtype for entry, _ in pairs],
+        reduce_dtype=dtype,
+        ranks=Ranks.of(group),
+        outer=[Ranks.of(name) for name in outer_groups],
+    )
+    return [each.finish for each in started]
+
+
+def _start_of_one_rank(entry: ParameterState, grad: Tensor) -> Finish:
+    """Start to average a gradient of which this rank has all rows."""
     finish = start_reducing_gradient(entry.spec, grad, entry.rows)
-    if _large([entry.spec.group, *entry.spec.outer_groups]):
+    if _large(entry.spec.outer_groups):
         return finish
     return lambda: finish().clone()  # several parameters may have one gradient
 
