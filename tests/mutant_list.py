@@ -342,7 +342,7 @@ SHARDING = (
 COLLECTIVES = (
     Mutant(
         *("average-over-a-part", "inductor_ext/collectives/algorithms.py", "wrong scale"),
-        *("start_reducing", "*outer)", "*outer[1:])"),
+        *("averaged", "*outer)", "*outer[1:])"),
         killers=("tests/distributed/test_stages.py",),
     ),
     Mutant(
@@ -732,7 +732,7 @@ BLOCKS = (
     ),
     Mutant(
         *("gradients-of-one-rank-share-memory", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
-        *("_start_sharded", "finish().clone()", "finish()"),
+        *("_start_of_one_rank", "finish().clone()", "finish()"),
         killers=("tests/partitioning/blocks/test_block_copies.py",),
     ),
     Mutant(
@@ -1263,8 +1263,8 @@ MEMORY = (
         killers=("tests/passes/memory/test_policies.py",),
     ),
     Mutant(
-        *("one-micro-batch-is-simulated", "passes/runner/partitioner.py", "off by one"),
-        *("_held", "facts.stage.in_flight - 1", "0"),
+        *("one-micro-batch-is-simulated", "passes/analysis/step_memory.py", "off by one"),
+        *("simulate_runs", "needs.in_flight - 1", "0"),
         killers=("tests/distributed/test_pipeline_memory.py",),
     ),
     Mutant(
@@ -1321,7 +1321,7 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_split_stages.py",),
     ),
     Mutant(
-        *("copies-gathered-one-by-one", "inductor_ext/collectives/algorithms.py", "wrong branch"),
+        *("copies-gathered-one-by-one", "inductor_ext/collectives/together.py", "wrong branch"),
         *("start_gathers_in_place", "not in COALESCING_BACKENDS", "in (*COALESCING_BACKENDS, 'gloo')"),
         killers=("tests/contracts/test_eager_collectives.py",),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, cast
@@ -105,7 +105,7 @@ def may_end_frame(*unless_options: str, in_checkpoint: bool = False) -> bool:
     if output is None or getattr(output.compiler_fn, "__name__", "") != "dsgraph":
         return False
     options = getattr(output.compiler_fn, "kwargs", {}).get("options") or {}
-    if any(options.get(name) not in (None, False, "auto", "none") for name in unless_options):
+    if any(is_set(options, name) for name in unless_options):
         return False
     frame, tracer = InstructionTranslator.current_tx(), output.current_tracer
     if frame.one_graph or frame.error_on_graph_break:
@@ -113,6 +113,29 @@ def may_end_frame(*unless_options: str, in_checkpoint: bool = False) -> bool:
     while in_checkpoint and getattr(tracer.source_target, "__name__", "") in _CHECKPOINTS:
         tracer = tracer.parent
     return tracer.parent is None
+
+
+def is_set(options: Mapping[str, Any], name: str) -> bool:
+    """Return True if an option of the backend is more than its default."""
+    return options.get(name) not in (None, False, "auto", "none")
+
+
+def options_of_calls() -> Mapping[str, Any]:
+    """Return the options with which dsgraph compiles the functions that are called now; empty outside `torch.compile`.
+
+    Also empty for another backend. It tells what follows before Dynamo traces it.
+    """
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    compiler = get_eval_frame_callback()
+    while compiler and getattr(compiler, "__name__", "") != "dsgraph":
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
+    return getattr(compiler, "kwargs", {}).get("options") or {}
+
+
+def forget_compiles() -> None:
+    """Forget all compiled functions of the process, also those that Dynamo has decided to run uncompiled."""
+    torch.compiler.reset()
 
 
 def keep_static(tensor: torch.Tensor) -> None:
@@ -130,6 +153,9 @@ def only_inlined(function: Callable[..., Any]) -> None:
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
+
+
+only_inlined(options_of_calls)
 
 
 def past_dynamo(error: Exception) -> Exception:

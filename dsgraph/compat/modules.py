@@ -45,3 +45,14 @@ def save_own_state(
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     """Return a module's pre-hooks of `load_state_dict` and forward, and which of the latter take keywords."""
     return module._load_state_dict_pre_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
+def remove_hooks(module: torch.nn.Module) -> None:
+    """Remove all hooks of a module's forward and backward."""
+    for table in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        table.clear()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,12 @@ from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.inline_regions import inline_regions
+from dsgraph.passes.memory.fit import MemoryLimitError
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.ranks.agreement import Agreement, Agreements
 from dsgraph.ranks.rank_notes import Intent
 from dsgraph.utils.byte_counts import default_limit_of_device, on_device
-from dsgraph.utils.errors import OptionError, StrictError
+from dsgraph.utils.errors import StrictError
 
 from .around_blocks import options_of_graph
 from .build_pipeline import bind_options, build_pipeline
@@ -39,10 +40,12 @@ from .frames import read_capture
 from .memory_limit.limit_scope import (
     bound_sizes,
     held_gradients,
+    is_counted_around,
     limit_gap,
+    note_spare,
     over_limit,
     refuse_memory_budget,
-    with_stage,
+    with_shared_graph,
     with_unread,
 )
 from .memory_limit.spare_memory import spare_bytes
@@ -137,8 +140,14 @@ class Backend:
                 self._warn_of_local_gradients(example_inputs, chosen)
         elif request.is_new:
             request.agreement.confirm("compile different collectives", request.lines)
-        compiled = compiler.compile(gm, example_inputs)
+        try:
+            compiled = compiler.compile(gm, example_inputs)
+        except MemoryLimitError as error:
+            if request.facts.stage is None or not request.facts.stage.is_block:
+                raise
+            return partial(_refuse, error)  # after an error here Dynamo would compile nothing else in this call
         self._warn_of_limit(request, over_limit(request, compiler.outcome))
+        note_spare(request, compiler.outcome, self.agreements)
         inlining = [PassRecord(inline_regions.__name__, Phase.CAPTURE, len(inlined), inlined)] if inlined else []
         watch.finished(replace(compiler.outcome, passes=(*inlining, *compiler.outcome.passes)))
         for wrap in WRAPPERS:
@@ -192,10 +201,7 @@ class Backend:
             request = replace(request, communication=talk)
         if facts.params:
             return self._agreed(request, gm, choice)
-        facts = with_stage(facts, options, module)
-        if facts.stage is None:
-            _refuse_limit_without_parts(request)
-        gap = limit_gap(capture, facts, module) if request.trains and options.memory_limit is not None else ""
+        facts, gap = with_shared_graph(request, gm)
         facts = choice.facts(facts, options)
         return replace(request, facts=facts, pipeline=build_pipeline(options, facts, bound=passes), limit_gap=gap)
 
@@ -213,8 +219,8 @@ class Backend:
         )
         known = known_costs(agreement, mesh.device_type)
         limit = _memory_limit(options, facts.device_type, agreement)
-        gap = "" if options.memory_limit is None else limit_gap(request.capture, facts, request.module)
-        keeps = options.memory_limit is not None and not gap
+        gap = limit_gap(request)
+        keeps = options.memory_limit is not None and not gap and not is_counted_around(request)
         if request.module is not None:
             facts = replace(facts, held_gradients=held_gradients(request.module))
         if keeps and request.module is not None:
@@ -274,20 +280,14 @@ class Backend:
         warnings.warn(message, stacklevel=3)
 
 
+def _refuse(error: MemoryLimitError, *args: Any) -> NoReturn:
+    """Raise the error of a block's graph where it would run; the model's forward may begin again as one graph."""
+    raise error
+
+
 def _is_own(error: Exception) -> bool:
     """Return True for an error of one of dsgraph's classes."""
     return type(error).__module__.split(".")[0] == "dsgraph"
-
-
-def _refuse_limit_without_parts(request: CompileRequest) -> None:
-    """Refuse a limit for a model that `partition` does not know: its parameters would not be counted."""
-    if request.options.memory_limit is None or request.module is None or partition_states(request.module):
-        return
-    if request.trains and any(isinstance(x, nn.Parameter) for x in request.inputs):
-        raise OptionError(
-            "option 'memory_limit' has no effect on a model that is not partitioned: call dsgraph.partition(model, "
-            "stage=0) before torch.compile, in one process too, or remove the option"
-        )
 
 
 def _memory_limit(options: BackendOptions, device_type: str, agreement: Agreement) -> int | None:

@@ -189,6 +189,12 @@ class ParameterState:
         dtype, _ = self.spec.dtypes(self.param.dtype)
         return self.bytes_of_rank(dtype) * resolve_group(self.spec.group).size()
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient of this rank's rows."""
+        with torch.no_grad():
+            return math.prod(self.param.to_local().shape) * self.param.dtype.itemsize
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
         gathered_copy = None if self.zero.gathers_each_use else self.gathered_copy

@@ -184,7 +184,7 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
     for entry, param in zip(entries, additions.parameters.values(), strict=True):
         _replace(entry, _shard(param, entry, part.mesh))
     equalise_buffers(model, part)
-    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=blocks))
+    swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=blocks, root=model))
     if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
         cast_inputs_of(model, part.arguments.param_dtype)
     return entries
@@ -196,9 +196,10 @@ def _add(entries: Iterable[ParameterState], part: PartitionState) -> None:
     define_blocks(part.root, part)
 
 
-def _methods(module: nn.Module, *, blocks: frozenset[nn.Module]) -> Mapping[str, Any]:
+def _methods(module: nn.Module, *, blocks: frozenset[nn.Module], root: nn.Module) -> Mapping[str, Any]:
     """Return the overrides of a partitioned module."""
-    return {**methods_for(plain_class(module), take_in=_take_in), **block_methods(module, blocks)}
+    own = block_methods(module, blocks, is_root=module is root)
+    return {**methods_for(plain_class(module), take_in=_take_in), **own}
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -25,7 +25,6 @@ from dsgraph.compat.autograd import (
 from dsgraph.compat.dynamo import (
     compiling_backend,
     leave_control_flow,
-    may_end_frame,
     only_inlined,
     return_to_control_flow,
 )
@@ -34,7 +33,7 @@ from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
-from .blocks.block_copies import NEED_ONE_GRAPH
+from .blocks.block_copies import Plan, may_end_graph
 from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
@@ -93,7 +92,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
                 accumulated_grad = entry.sum_for_graphs
         if may_replace_reduction and torch.is_grad_enabled():
             reducer = entry.reducer
-        gathered_copy = _copy_for_graph(entry) if reads_copies else None
+        gathered_copy = _copy_for_graph(entry, partition.plan) if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         if in_transform():
             options = marker_options(spec, param.dtype, reducer)
@@ -106,9 +105,9 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
-def _copy_for_graph(entry: ParameterState) -> Tensor | None:
+def _copy_for_graph(entry: ParameterState, plan: Plan) -> Tensor | None:
     """Return the gathered copy that the captured graph reads, if there is one."""
-    if entry.gathered_copy is None and not in_transform() and may_end_frame(*NEED_ONE_GRAPH, in_checkpoint=True):
+    if entry.gathered_copy is None and not in_transform() and may_end_graph(plan, in_checkpoint=True):
         return entry.block_copy
     return entry.gathered_copy
 

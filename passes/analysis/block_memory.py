@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -21,6 +21,26 @@ class BlockMemory:
     copies: int
     full_gradients: int
     gradients: int
+
+
+@dataclass(frozen=True)
+class AroundBlocks:
+    """The memory of a step besides the graphs of its blocks. Bytes.
+
+    Attributes:
+        beside: The most while a block runs.
+        between: The most while none runs and values of blocks are saved.
+        before: The most before the first block runs, and after the last backward of a block.
+        calls: Number of calls of blocks in a forward.
+        in_flight: Block's name -> number of its calls that would save as much as all blocks of a step, if blocks save
+            in proportion to what they compute.
+    """
+
+    beside: int
+    between: int
+    before: int
+    calls: int
+    in_flight: Mapping[str, int]
 
 
 class PlanMemory:

@@ -36,17 +36,25 @@ class MemoryPart(Enum):
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """The memory of a training step besides the graph of a pipeline stage and one micro-batch.
+    """The memory of a training step besides one run of a graph that several runs share: a pipeline stage, or a block.
 
     Attributes:
         held: Purpose -> bytes of tensors that the rank has in memory and the graph does not read.
-        in_flight: The most micro-batches whose forward has run and whose backward has not.
+        in_flight: The most runs whose forward is over and whose backward is not: micro-batches of a stage, or blocks.
+        is_block: True for a block.
         group: Process group of the ranks that run equal graphs, with collectives, and need the same plan; "" for none.
+        gradients: Bytes of gradients that exist as well when no other run waits for its backward.
+        between: Bytes in place of the run that the code between blocks takes while the values of all blocks are saved.
+        before: The same before the first block, when none are saved.
     """
 
     held: Mapping[str, int]
     in_flight: int = 1
     group: str = ""
+    is_block: bool = False
+    gradients: int = 0
+    between: int = 0
+    before: int = 0
 
 
 @dataclass

@@ -61,6 +61,11 @@ class PairMemory:
     random_states: frozenset[str] = frozenset()
     block_inputs: frozenset[str] = frozenset()
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes that a run leaves between its forward and its backward."""
+        return self.forward.bytes_of(self.saved | self.outputs)
+
 
 def pair_memory(
     forward: GraphModule,

@@ -11,16 +11,21 @@ A step goes like this; its caller holds parameters, gathered copies, optimizer s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from .block_memory import BlockMemory, PlanMemory
+from .budget import StageNeeds
 from .pair_memory import PairMemory
 from .pieces import MemoryKind, Piece
 from .states import OPTIMIZER_STATES, below_bytes, held_bytes, state_bytes
 
 # Parts of memory at the peak, in the order in which they are printed.
 PARTS = ("parameters", "optimizer state", "gradients", "saved for backward", "communication", "other")
+
+AROUND = "code around blocks"
+OTHER_BLOCKS = "other blocks"
+"""Further parts, of steps with blocks."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,31 @@ def simulate_step(
     """
     plan = PlanMemory(blocks or [None] * len(pairs), gathers_ahead=gathers_ahead)
     return _Step(pairs, optimizer_state, keeps_outputs, {"other": other_bytes, **held}, blocks, plan).result()
+
+
+def simulate_runs(pair: PairMemory, needs: StageNeeds) -> StepMemory:
+    """Return the memory of a step in which several runs share one graph.
+
+    In the backward each block frees its values and leaves its gradients, so a step of blocks takes most at one of both
+    ends, or while the code around the blocks runs.
+
+    Args:
+        pair: The memory of the graph.
+        needs: What a step needs besides one run.
+    """
+    waiting = (needs.in_flight - 1) * pair.waiting_bytes
+    name = OTHER_BLOCKS if needs.is_block else "micro-batches in flight"
+    first = simulate_step([pair], keeps_outputs=True, held={**needs.held, name: waiting})
+    if not needs.is_block:
+        return first
+    at_end = {**needs.held, "gradients": needs.held["gradients"] + needs.gradients}
+    last = simulate_step([pair], keeps_outputs=True, held=at_end)
+    begin, end = ({**step.phases[0].composition, AROUND: 0} for step in (first, last))
+    around = (
+        PhaseMemory("the code between blocks", "", begin | {name: waiting + pair.waiting_bytes, AROUND: needs.between}),
+        PhaseMemory("the code before blocks", "", end | {AROUND: needs.before}),
+    )
+    return replace(first, phases=(*first.phases, *last.phases, *around))
 
 
 class _Step:

@@ -151,7 +151,7 @@ def fit(
         agreed = agree(search.propose)
         if agreed.refusal:
             error = MemoryLimitError(agreed.refusal)
-            error.least = _least(agreed.peak, fuses=fuses)
+            error.least = least_limit(agreed.peak, fuses=fuses)
             raise error
         (forward, backward), memory = search.attempt(agreed)
         return (runnable(forward), runnable(backward)), replace(agreed, peak=memory.peak)
@@ -266,14 +266,14 @@ def _usable(limit: int, *, fuses: bool) -> int:
     return left - left // _FUSED if fuses else left
 
 
-def _least(peak: int, *, fuses: bool) -> int:
+def least_limit(peak: int, *, fuses: bool) -> int:
     """Return the smallest limit that a step with this simulated peak keeps."""
     return peak + _UNSEEN + (peak // (_FUSED - 1) if fuses else 0)
 
 
 def _refusal(limit: int, memory: StepMemory, *, fuses: bool) -> str:
     """Return an error message with the limit that would suffice, and the parts of memory at the peak."""
-    least, peak = _least(memory.peak, fuses=fuses), memory.at_peak
+    least, peak = least_limit(memory.peak, fuses=fuses), memory.at_peak
     held = ", ".join(f"{name} {size:,}" for name, size in peak.composition.items() if size)
     where = f"{peak.node} of {peak.name}" if peak.node else peak.name
     return (

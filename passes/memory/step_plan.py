@@ -42,7 +42,7 @@ class PartPlan:
     offloaded_bytes: int = 0
 
     def __str__(self) -> str:
-        names = [name or "between blocks" for name in self.parts]
+        names = self.parts
         where = ", ".join(names) if len(names) <= _NAMED else f"{names[0]} to {names[-1]} ({len(names)})"
         away = f"offloads {self.offloaded_bytes / 2**20:.2f} MiB ({', '.join(self.offloaded)}), "
         return (
@@ -95,7 +95,7 @@ class Planner:
             outputs: Number of outputs that are the model's.
             fuses: See `PassContext`.
             transfers: How values may be offloaded; None if they may not.
-            in_flight: Number of micro-batches whose saved values are in memory at once.
+            in_flight: Number of runs of the graph whose saved values are in memory at once.
         """
         self._in_flight = in_flight
         self.values = read_forward_values(gm, simulate(gm, fused=fuses), costs, outputs=outputs, fuses=fuses)
@@ -183,7 +183,8 @@ class Planner:
         first = numbers[0]
         part, policy = self.values.parts[first], self._policies[first][plan.numbers[first]]
         names = tuple(part.values[at].node.name for at in sorted(policy.saved) if part.values[at].bytes)
-        parts = tuple(self.values.parts[number].name for number in numbers)
+        rest = "between blocks" if any(part.name for part in self.values.parts) else "the graph"
+        parts = tuple(self.values.parts[number].name or rest for number in numbers)
         away = [part.values[at] for at in sorted(policy.offloaded)]
         left = tuple(value.node.name for value in away), sum(value.bytes for value in away)
         return PartPlan(parts, names, policy.bytes, policy.seconds, *left)

@@ -16,8 +16,8 @@ from typing_extensions import Self
 
 from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart
 from dsgraph.passes.analysis.cost import CostModel
-from dsgraph.passes.analysis.pair_memory import PairMemory, pair_memory
-from dsgraph.passes.analysis.step_memory import StepMemory, simulate_step
+from dsgraph.passes.analysis.pair_memory import pair_memory
+from dsgraph.passes.analysis.step_memory import StepMemory, simulate_runs, simulate_step
 from dsgraph.passes.compat import (
     CustomGraphPass,
     CustomPartitionerFn,
@@ -33,7 +33,7 @@ from dsgraph.passes.core.graph_pass import source_fingerprint
 from dsgraph.passes.ir.accumulated_grads import write_accumulated_grads
 from dsgraph.passes.ir.coalesced import results_of
 from dsgraph.passes.ir.collectives import collectives
-from dsgraph.passes.ir.graph import emit, is_returned, is_wait, replace_and_erase
+from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, replace_and_erase
 from dsgraph.passes.ir.random_calls import evaluate_random_calls
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import TransferPolicy
@@ -144,6 +144,30 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         seconds = costs.tier_seconds(tier, _FAR_APART) / _FAR_APART
         return TransferPolicy(tier, seconds, hide=tier == "disk" or self._facts.device_type != "cpu")
 
+    def _simulate(
+        self, pair: tuple[GraphModule, GraphModule], *, budget: MemoryBudget, user_outputs: int
+    ) -> StepMemory:
+        """Return the memory of a step with both graphs of a split, which are not changed."""
+        facts, (ahead, behind) = self._facts, map(copy_graph, pair)
+        self._finish(ahead, behind, user_outputs, deepcopy(budget), Runner(self._runner.pipeline, verify=False))
+        known = facts.context(ahead, Phase.FORWARD, budget=budget)
+        full = (node.name for node in placeholders(ahead) if captured_input(node) in facts.block_params)
+        found = pair_memory(
+            ahead,
+            behind,
+            params=known.params,
+            roles=known.roles,
+            axes=facts.axes,
+            fused=facts.fuses,
+            keeps_outputs=True,
+            unread=facts.unread,
+            unread_copies=facts.unread_copies,
+            block_inputs=frozenset(full),
+        )
+        if facts.stage is not None:
+            return simulate_runs(found, facts.stage)
+        return simulate_step([found], keeps_outputs=True, held={"other": facts.held_gradients})
+
     def _parts(
         self, gm: GraphModule, joint_inputs: Sequence[object], budget: MemoryBudget, how: dict[str, Any]
     ) -> tuple[GraphModule, GraphModule]:
@@ -153,31 +177,12 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             return self._split(gm, joint_inputs, **how)
         started, ctx = time.perf_counter(), facts.context(gm, Phase.JOINT, budget=budget)
 
-        def measure(pair: tuple[GraphModule, GraphModule]) -> StepMemory:
-            ahead, behind = map(copy_graph, pair)
-            self._finish(
-                ahead, behind, how["num_fwd_outputs"], deepcopy(budget), Runner(self._runner.pipeline, verify=False)
-            )
-            known = facts.context(ahead, Phase.FORWARD, budget=budget)
-            found = pair_memory(
-                ahead,
-                behind,
-                params=known.params,
-                roles=known.roles,
-                axes=facts.axes,
-                fused=facts.fuses,
-                keeps_outputs=True,
-                unread=facts.unread,
-                unread_copies=facts.unread_copies,
-            )
-            return simulate_step([found], keeps_outputs=True, held=_held(facts, found))
-
         pair, found = fit(
             gm,
             joint_inputs,
             split=self._split,
             limit=limit,
-            measure=measure,
+            measure=partial(self._simulate, budget=budget, user_outputs=how["num_fwd_outputs"]),
             held=sum(budget.needs[part] for part in (MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER_STATE)),
             costs=ctx.costs,
             fuses=facts.fuses,
@@ -214,14 +219,6 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
         for phase in (Phase.JOINT, Phase.FORWARD):
             self._runner.run(gm, self._facts.context(gm, phase, inference=True, budget=budget))
         self._runner.end()
-
-
-def _held(facts: CaptureFacts, pair: PairMemory) -> dict[str, int]:
-    """Return the memory of a step besides its graphs: that of other micro-batches, and of other stages of the rank."""
-    if facts.stage is None:
-        return {"other": facts.held_gradients}
-    waiting = pair.forward.bytes_of(pair.saved | pair.outputs)
-    return {**facts.stage.held, "micro-batches in flight": (facts.stage.in_flight - 1) * waiting}
 
 
 def _merge_waits(gm: GraphModule) -> None:

@@ -8,22 +8,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dsgraph.compat.compiled import recompile_limit
 from dsgraph.compat.dynamo import is_marked_with_maximum
 from dsgraph.compat.inductor import activation_memory_budget
 from dsgraph.compiler.frames import Capture
-from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.inductor_ext import size_hint
-from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import CaptureFacts
+from dsgraph.passes.analysis.budget import StageNeeds
+from dsgraph.passes.analysis.step_memory import AROUND
 from dsgraph.passes.compat import symbolic_expression
 from dsgraph.passes.ir.graph import placeholders
+from dsgraph.passes.memory.fit import least_limit
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.ranks.agreement import Agreements
 from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import OptionError
 
@@ -43,16 +45,11 @@ def refuse_memory_budget() -> None:
         )
 
 
-def limit_gap(capture: Capture, facts: CaptureFacts, module: nn.Module | None) -> str:
-    """Return why a limit cannot be promised for the training steps that run a captured graph; empty if it can.
-
-    Args:
-        capture: The capture of the graph.
-        facts: The facts of the graph.
-        module: The module whose forward it is.
-    """
-    if facts.stage is not None:
-        return ""  # `StageLimits` counts the memory besides the graphs
+def limit_gap(request: CompileRequest) -> str:
+    """Return why a limit cannot be promised for the steps that run a graph; empty if it can, or without a limit."""
+    capture, facts, module = request.capture, request.facts, request.module
+    if request.options.memory_limit is None or facts.stage is not None or is_counted_around(request):
+        return ""  # `StageLimits` and `AroundBlocks` count the memory besides the graphs
     states = partition_states(module) if module is not None else []
     if module is None or not states:
         return "no module of a partitioned model calls it: compile the model"
@@ -143,13 +140,95 @@ def with_unread(facts: CaptureFacts, inputs: Sequence[Any], module: nn.Module) -
     )
 
 
-def with_stage(facts: CaptureFacts, options: BackendOptions, module: nn.Module | None) -> CaptureFacts:
-    """Return the facts of a graph, extended by the limit of the pipeline stage that it is."""
-    if options.memory_limit is None or not isinstance(module, StageGraphModule) or module.needs is None:
+def with_shared_graph(request: CompileRequest, gm: GraphModule) -> tuple[CaptureFacts, str]:
+    """Return the facts of a graph without gathers, and why no limit can be promised for it; empty if one can.
+
+    The facts include the limit of the pipeline stage or the repeated block that the graph is.
+
+    Raises:
+        OptionError: The model has a limit and is not partitioned.
+    """
+    options, facts, module = request.options, request.facts, request.module
+    if options.memory_limit is None:
+        return facts, ""
+    if isinstance(module, StageGraphModule) and module.needs is not None:
+        limit, tier = on_device(options.memory_limit, facts.device_type), options.activation_offload
+        return replace(facts, memory_limit=limit, keeps_limit=True, offload_tier=tier, stage=module.needs), ""
+    facts = _with_block(request, options.memory_limit)
+    if facts.stage is not None:
+        return facts, bound_sizes(gm, request.inputs, request.capture)
+    _refuse_limit_without_parts(request)
+    return facts, limit_gap(request) if request.trains else ""
+
+
+def _refuse_limit_without_parts(request: CompileRequest) -> None:
+    """Refuse a limit for a model that `partition` does not know: its parameters would not be counted."""
+    if request.module is None or partition_states(request.module):
+        return
+    if request.trains and any(isinstance(x, nn.Parameter) for x in request.inputs):
+        raise OptionError(
+            "option 'memory_limit' has no effect on a model that is not partitioned: call dsgraph.partition(model, "
+            "stage=0) before torch.compile, in one process too, or remove the option"
+        )
+
+
+def _with_block(request: CompileRequest, limit: float) -> CaptureFacts:
+    """Return the facts of a graph; if it is a repeated block, with what a step needs besides it."""
+    module, block, facts = request.module, request.unit.block, request.facts
+    states = partition_states(module) if module is not None else []
+    around = states[0].plan.limit.around if len(states) == 1 else None
+    if around is None or block not in around.in_flight or not request.trains or _is_part(request):
         return facts
-    limit = on_device(options.memory_limit, facts.device_type)
-    tier = options.activation_offload
-    return replace(facts, memory_limit=limit, keeps_limit=True, offload_tier=tier, stage=module.needs)
+    (state,) = states
+    data = (value for value in request.inputs if isinstance(value, Tensor) and not hasattr(value, "dsgraph_block"))
+    blocks = [copies.memory() for copies in state.plan.blocks]
+    of_blocks = sum(one.gradients for one in blocks)
+    held = {
+        "gradients": sum(entry.gradient_bytes for entry in state.parameters if entry.param.requires_grad) - of_blocks,
+        "communication": max(2 * one.copies + one.full_gradients for one in blocks),
+        AROUND: max(0, around.beside - sum(map(_bytes, data))),
+    }
+    needs = StageNeeds(
+        held,
+        around.in_flight[block],
+        is_block=True,
+        gradients=of_blocks,
+        between=around.between,
+        before=around.before,
+    )
+    facts = replace(with_unread(facts, request.inputs, state.root), stage=needs)
+    return replace(facts, memory_limit=on_device(limit, facts.device_type), keeps_limit=True)
+
+
+def _bytes(value: Tensor) -> int:
+    return value.element_size() * math.prod(size_hint(size) or 0 for size in value.shape)
+
+
+def note_spare(request: CompileRequest, outcome: CompileOutcome, agreements: Agreements) -> None:
+    """Note the memory that a step leaves below the limit that its blocks keep: copies of blocks may stay in it."""
+    facts, peak = request.facts, outcome.step_peak
+    if facts.stage is None or not facts.stage.is_block or facts.memory_limit is None or peak is None:
+        return
+    assert request.module is not None
+    (state,) = partition_states(request.module)
+    own = max(0, facts.memory_limit - least_limit(peak, fuses=facts.fuses))
+    lines = ["beside blocks", f"within {facts.memory_limit}", *request.unit.blocks]
+    spare = agreements.over(state.mesh).least_spare(lines, lambda: own)
+    assert spare is not None
+    state.plan.note_spare(spare)
+
+
+def is_counted_around(request: CompileRequest) -> bool:
+    """Return True for a graph around blocks whose memory the plan of the blocks counts."""
+    states = partition_states(request.module) if request.module is not None else []
+    return request.capture.is_around_blocks and any(state.plan.limit.is_kept for state in states)
+
+
+def _is_part(request: CompileRequest) -> bool:
+    """Return True for a graph that is only a part of its block's forward."""
+    capture = request.capture
+    inside = request.unit.module != request.unit.block
+    return inside or capture.ends_in is not None or capture.region is not None or capture.resumes_at is not None
 
 
 def held_gradients(module: nn.Module) -> int:
@@ -159,11 +238,5 @@ def held_gradients(module: nn.Module) -> int:
 
 def _held_gradients(state: PartitionState) -> int:
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
-    held = sum(gradient_bytes(entry) for entry in trained if entry.param.grad is not None)
-    return max(held, sum(map(gradient_bytes, trained))) if state.accumulating else held
-
-
-def gradient_bytes(entry: ParameterState) -> int:
-    """Return the bytes of the gradient of a parameter's shard."""
-    with torch.no_grad():
-        return math.prod(entry.param.to_local().shape) * entry.param.dtype.itemsize
+    held = sum(entry.gradient_bytes for entry in trained if entry.param.grad is not None)
+    return max(held, sum(entry.gradient_bytes for entry in trained)) if state.accumulating else held

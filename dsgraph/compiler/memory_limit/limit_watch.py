@@ -33,12 +33,14 @@ def watch_limit(compiled: Compiled, request: CompileRequest, compiler: GraphComp
     states = partition_states(request.module)
     if not states:
         return compiled  # of a pipeline stage, which `StageLimits` watches
+    around = states[0].plan.limit.around if facts.stage is not None else None
+    calls = 1 if around is None else around.calls
     peak, strict, function = compiler.outcome.step_peak, request.options.strict, request.function
     spare = 0 if peak is None else limit - peak
     trained = {number: shard_bytes(info) for number, info in facts.params.items() if info.requires_grad}
 
     def gap(args: tuple[Any, ...]) -> str:
-        waiting = sum(len(state.open_forwards) for state in states)
+        waiting = sum(len(state.open_forwards) for state in states) // calls
         if waiting and (peak is None or waiting * peak > spare):
             return (
                 f"{waiting + 1} forwards wait for their backward at once, but the plan counts one: run each backward "

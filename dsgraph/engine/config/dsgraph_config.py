@@ -22,7 +22,6 @@ _ONE_GRAPH = tuple(
     for key, values, why in (
         ("dsgraph.compile", (True,), "nothing is compiled"),
         ("dsgraph.strict", (False,), "strict allows no uncompiled code between blocks"),
-        ("dsgraph.memory_limit", (None,), "the limit is planned for one graph"),
         ("dsgraph.pipeline", (None,), "the passes are run on one graph"),
         ("dsgraph.kernels", ("auto", "none"), "the kernels are searched for in one graph"),
         ("activation_checkpointing.cpu_checkpointing", (False,), "activations are moved within one graph"),

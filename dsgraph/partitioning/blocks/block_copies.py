@@ -11,19 +11,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import has_saved_tensor_hooks, version_of
-from dsgraph.compat.dynamo import keep_static
+from dsgraph.compat.dynamo import keep_static, may_end_frame
 from dsgraph.inductor_ext import c10d_functional
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.gathered_copies import new_copy, start_gathers
 from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.passes.analysis.block_memory import BlockMemory
 from dsgraph.ranks.model_operations import ModelOperations
 
+from .block_limit import BlockLimit
 from .block_reads import Finish, RunningReduction, read_in_place, start_reductions
 
-NEED_ONE_GRAPH = ("memory_limit", "activation_offload", "strict", "pipeline", "kernels")
+NEED_ONE_GRAPH = ("activation_offload", "strict", "pipeline", "kernels")
 """Options of the backend that need a graph of the whole model.
 
-`memory_limit` and `activation_offload` need the values between blocks; `strict` allows no uncompiled code there; passes
+`activation_offload` moves values while other blocks compute; `strict` allows no uncompiled code between blocks; passes
 and kernels that a user names are for the whole model.
 """
 
@@ -35,11 +37,13 @@ class Plan(Protocol):
         operations: The model's operations, which ranks compare.
         forwards: Number of forwards so far.
         gathers_ahead: False if nothing is gathered before its use.
+        limit: What is known about a `memory_limit`.
     """
 
     operations: ModelOperations
     forwards: int
     gathers_ahead: bool
+    limit: BlockLimit
 
     def run_graph(
         self, numbers: Sequence[int], compiled: Callable[..., Any], args: Sequence[Any], *, waits: bool
@@ -48,6 +52,20 @@ class Plan(Protocol):
 
     def finish_later(self, reductions: Sequence[RunningReduction]) -> None:
         """Take over reductions, to be finished at the end of the backward at the latest."""
+
+
+def may_end_graph(plan: Plan, *, in_checkpoint: bool = False) -> bool:
+    """Return True if the graph that Dynamo captures may end at a block.
+
+    Args:
+        plan: The plan of the model's blocks.
+        in_checkpoint: See `may_end_frame`.
+    """
+    if not may_end_frame(*NEED_ONE_GRAPH, in_checkpoint=in_checkpoint):
+        return False
+    if plan.limit.is_kept or not torch.is_grad_enabled():
+        return True
+    return may_end_frame("memory_limit", in_checkpoint=in_checkpoint)
 
 
 @dataclass(eq=False)
@@ -139,6 +157,18 @@ class BlockCopies:
     def trained(self) -> list[ParameterState]:
         """Return the parameters that require a gradient."""
         return [entry for entry in (*self.entries, *self.replicated) if entry.param.requires_grad]
+
+    def memory(self) -> BlockMemory:
+        """Return the memory that the block needs besides its graphs."""
+        trained = self.trained()
+        return BlockMemory(
+            name=self.name,
+            copies=sum(entry.copy_bytes for entry in self.entries),
+            full_gradients=sum(
+                entry.param.numel() * entry.spec.dtypes(entry.param.dtype)[1].itemsize for entry in trained
+            ),
+            gradients=sum(entry.gradient_bytes for entry in trained),
+        )
 
     def note_step(self, stepped: Collection[int]) -> None:
         """Note that an optimizer has stepped on the parameters with these ids. A fused step leaves no other trace."""

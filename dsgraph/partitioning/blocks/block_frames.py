@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dsgraph.compat.autograd import in_transform
 from dsgraph.compat.compiled import allowing_recompiles, recompile_limit
-from dsgraph.compat.dynamo import may_end_frame
+from dsgraph.compat.dynamo import forget_compiles, is_set, only_inlined, options_of_calls
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
+from dsgraph.passes.memory.fit import MemoryLimitError
 
-from .block_copies import NEED_ONE_GRAPH, BlockCopies
-from .repeated_blocks import is_block
+from .block_copies import NEED_ONE_GRAPH, BlockCopies, may_end_graph
+from .fake_step import around_blocks, kinds_of
+from .repeated_blocks import IS_BLOCK, is_block, is_of_torch
 
 ITS_OWN_FRAME = "a repeated block is a graph of its own (partition(blocks=...))"
 """The reason that Dynamo, and with it the report, gives for the end of a graph at a block."""
 
 
-def block_methods(module: nn.Module, blocks: Collection[nn.Module]) -> Mapping[str, Any]:
-    """Return the overrides by which a module's forward is a frame of its own, if it is one of `blocks`."""
-    if module not in blocks:
-        return {}
-    return {"forward": _as_frame(plain_class(module).forward, len(blocks))}
+def block_methods(module: nn.Module, blocks: Collection[nn.Module], *, is_root: bool) -> Mapping[str, Any]:
+    """Return the overrides by which a module's forward is a frame of its own, or that of a model with such modules.
+
+    Args:
+        module: The module.
+        blocks: The blocks of the model.
+        is_root: True if the module is the model.
+    """
+    forward = plain_class(module).forward
+    if module in blocks:
+        return {"forward": _as_frame(forward, len(blocks)), IS_BLOCK: True}
+    return {"forward": _as_root(forward)} if is_root and blocks and not is_of_torch(module) else {}
 
 
 def define_blocks(model: nn.Module, part: PartitionState) -> None:
@@ -61,13 +70,69 @@ def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
         if (
             torch.compiler.is_compiling()
             and not in_transform()
-            and may_end_frame(*NEED_ONE_GRAPH)
+            and may_end_graph(held_by(self).partition.plan)
             and _are_plain((args, kwargs))
         ):
             return _run_block(forward, blocks, self, args, kwargs)
         return forward(self, *args, **kwargs)
 
     return forward_as_frame
+
+
+def _as_root(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def forward_as_root(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        options = options_of_calls()
+        if not is_set(options, "memory_limit") or any(is_set(options, name) for name in NEED_ONE_GRAPH):
+            return forward(self, *args, **kwargs)
+        before = _count_around(self, args, kwargs)
+        try:
+            return forward(self, *args, **kwargs)
+        except MemoryLimitError as error:
+            if before is None or not held_by(self).partition.plan.limit.is_kept:
+                raise
+            _give_up_blocks(self, before, error)
+            refused = error.with_traceback(None)  # its frames hold what the first forward has computed
+        try:
+            return forward(self, *args, **kwargs)
+        except MemoryLimitError as error:
+            raise min(refused, error, key=lambda each: each.least) from None
+
+    only_inlined(forward_as_root)
+    return forward_as_root
+
+
+@torch.compiler.disable
+def _count_around(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Count the memory around the blocks of a model for a new kind of batch.
+
+    Returns:
+        The state of random numbers before the forward; None for a known kind of batch.
+    """
+    part = held_by(model).partition
+    limit, batch = part.plan.limit, (model.training, kinds_of((args, kwargs)))
+    if part.root is not model or limit.needs_one_graph or not part.plan.blocks:
+        return None
+    if batch in limit.counted:
+        limit.around = limit.counted[batch]
+        return None
+    found = around_blocks(model, part.parameters, args, kwargs)
+    if isinstance(found, str):
+        limit.refuse(found)
+    else:
+        limit.around = limit.counted[batch] = found
+        limit.is_kept = True
+    return torch.get_rng_state()
+
+
+@torch.compiler.disable
+def _give_up_blocks(model: nn.Module, before: Tensor, error: MemoryLimitError) -> None:
+    """Compile the model as one graph from now on: a plan of the whole step may keep a smaller limit."""
+    held_by(model).partition.plan.limit.refuse(f"with blocks a step takes {error.least:,} bytes at least")
+    torch.set_rng_state(before)
+    forget_compiles()
 
 
 def _are_plain(value: object) -> bool:

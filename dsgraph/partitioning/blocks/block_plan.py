@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +18,10 @@ from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
 from .block_copies import BlockCopies
+from .block_limit import BlockLimit
 from .block_reads import RunningReduction
 
 _NONE = -1
-
-
-def _gone() -> None:
-    """Stand for a weak reference to nothing."""
 
 
 @dataclass(eq=False)
@@ -66,22 +64,29 @@ class BlockPlan:
         forwards: Number of forwards so far.
         gathers_ahead: False if the graphs were compiled with `overlap_comm=False`: nothing is gathered before its use,
             and reductions are finished at once.
+        limit: What is known about a `memory_limit`. What it leaves holds copies of the last blocks for the backward.
     """
 
     operations: ModelOperations
     blocks: list[BlockCopies] = field(default_factory=list)
     forwards: int = 0
     gathers_ahead: bool = True
+    limit: BlockLimit = field(default_factory=BlockLimit)
     _order: tuple[BlockCopies, ...] = ()
+    _staying: frozenset[BlockCopies] = frozenset()
     _seen: list[BlockCopies] = field(default_factory=list)
     _calls: list[tuple[BlockCopies, _Call]] = field(default_factory=list)
     _backward: int = _NONE
-    _ending: Callable[[], object | None] = _gone
+    _ending: Callable[[], object | None] = lambda: None
     _reductions: list[RunningReduction] = field(default_factory=list)
 
     def ran(self) -> list[BlockCopies]:
         """Return the blocks that ran as frames in the last forward, in their order."""
         return list(self._seen or self._order)
+
+    def staying(self) -> list[BlockCopies]:
+        """Return the blocks whose copies stay from the forward to the backward, in their order."""
+        return [block for block in self.ran() if block in self._staying] or self.ran()[-1:]
 
     @unseen_by_modes
     def begin(self, block: BlockCopies) -> None:
@@ -110,7 +115,7 @@ class BlockPlan:
             return
         block.is_read = call.has_read
         if not block.running:
-            block.is_kept = call.graphs > 0 and self._is_last(block)
+            block.is_kept = call.graphs > 0 and block in self._staying
             if not block.is_kept:
                 block.release()
 
@@ -154,6 +159,11 @@ class BlockPlan:
         self._reductions.extend(reductions)
         self._finish_reductions(earlier if self.gathers_ahead else len(self._reductions))
 
+    def note_spare(self, spare: int) -> None:
+        """Note the bytes of a limit that a step leaves on all ranks."""
+        self.limit.spare = spare
+        self._choose_staying()
+
     def note_step(self, stepped: Collection[int]) -> None:
         """Note that an optimizer has stepped on the parameters with these ids."""
         for block in self.blocks:
@@ -164,7 +174,7 @@ class BlockPlan:
         for block in self.blocks:
             block.abandon()
             block.forget()
-        self.blocks, self._order, self._seen = [], (), []
+        self.blocks, self._order, self._seen, self._staying = [], (), [], frozenset()
 
     def _enter(self, block: BlockCopies) -> None:
         """Note that a forward has come to a block."""
@@ -255,7 +265,15 @@ class BlockPlan:
 
     def _note_order(self) -> None:
         if self._seen:
-            self._order, self._seen = tuple(self._seen), []
+            before, self._order, self._seen = self._order, tuple(self._seen), []
+            if before != self._order:
+                self._choose_staying()
+
+    def _choose_staying(self) -> None:
+        """Choose the blocks whose copies stay for the backward: the last one, and those before it that fit."""
+        sizes = accumulate(block.memory().copies for block in self._order[-2::-1])
+        number = sum(size <= self.limit.spare for size in sizes) if self.limit.spare else 0
+        self._staying = frozenset(self._order[-1 - number :])
 
     def _start_neighbour(self, block: BlockCopies, step: int) -> None:
         if not self.gathers_ahead or block not in self._order:
@@ -266,12 +284,10 @@ class BlockPlan:
             if neighbour.is_read and not neighbour.running:
                 neighbour.start()
 
-    def _is_last(self, block: BlockCopies) -> bool:
-        return self._order[-1:] == (block,)
-
     def __getstate__(self) -> dict[str, Any]:
         idle: dict[str, Any] = {
             "_order": (),
+            "_staying": frozenset(),
             "_seen": [],
             "_calls": [],
             "forwards": 0,

@@ -15,9 +15,13 @@ Blocks = Literal["auto", "none"] | tuple[str, ...]
 """Selection of the lists of modules that hold blocks: all lists of equal modules, none, or those of these names."""
 
 
+IS_BLOCK = "_dsgraph_is_block"
+"""Among the overrides of a module's class: the module is a repeated block."""
+
+
 def is_block(module: nn.Module) -> bool:
     """Return True for a repeated block of a partitioned model."""
-    return "forward" in overrides(module)
+    return IS_BLOCK in overrides(module)
 
 
 def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
@@ -34,7 +38,7 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
         return frozenset()
     known = frozenset(filter(is_block, model.modules()))
     lists = {
-        name: [block for block in blocks.values() if not _is_of_torch(block)] for name, blocks in repeated_blocks(model)
+        name: [block for block in blocks.values() if not is_of_torch(block)] for name, blocks in repeated_blocks(model)
     }
     found = {name: blocks for name, blocks in lists.items() if blocks}
     if chosen == "auto":
@@ -50,8 +54,8 @@ def find_blocks(model: nn.Module, chosen: Blocks) -> frozenset[nn.Module]:
     return known | _without_replaced(block for name in chosen for block in found.get(name, ()))
 
 
-def _is_of_torch(block: nn.Module) -> bool:
-    """Return True for a block with a forward of torch, which Dynamo does not capture by itself."""
+def is_of_torch(block: nn.Module) -> bool:
+    """Return True for a module with a forward of torch, which Dynamo does not capture by itself."""
     return plain_class(block).forward.__module__.startswith("torch.")
 
 

@@ -16,6 +16,7 @@ from dsgraph.compat.compiled import compile_metrics
 from dsgraph.compiler.frames import Capture, SourceLine, SourceLines, first_sentences, guard_of, is_torchs
 from dsgraph.partitioning.blocks.unit import Unit
 from dsgraph.passes import PassRecord
+from dsgraph.passes.analysis.budget import StageNeeds
 from dsgraph.passes.analysis.pair_memory import PairMemory
 from dsgraph.passes.ir.user_source import OWN_FOLDER
 
@@ -47,6 +48,7 @@ class CompileEntry:
         memory: Of the two graphs; None without a backward.
         memory_limit: Bytes that a step may use; None without a limit.
         limit_gap: Why the limit cannot be promised; empty if it can, or if no limit was given.
+        needs: What a step with a `memory_limit` needs besides one run of the graph, if several runs share it.
         held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
         costs: One line that says if the costs that passes use are measured or defaults.
         ignored_tags: Where checkpoint regions were not honoured.
@@ -72,6 +74,7 @@ class CompileEntry:
     memory: PairMemory | None
     memory_limit: int | None
     limit_gap: str
+    needs: StageNeeds | None
     held_gradients: int
     costs: str
     ignored_tags: tuple[IgnoredTag, ...]

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dsgraph.compiler.capture import state_tier
-from dsgraph.compiler.memory_limit.limit_scope import gradient_bytes
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
-from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.transforms.offloaded import trained_parameters
 from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows
-from dsgraph.passes.analysis.block_memory import BlockMemory
 from dsgraph.passes.analysis.pair_memory import PairMemory
-from dsgraph.passes.analysis.step_memory import StepMemory, simulate_step
+from dsgraph.passes.analysis.step_memory import StepMemory, simulate_runs, simulate_step
 
 from .compile_log import CompileEntry
 from .step import name_of, newest
@@ -97,16 +94,37 @@ def predict_memory(
     read = {info.name for pair in pairs for info in pair.params.values()}
     unread = (entry for state in states for entry in state.parameters if entry.name not in read)
     eager = [entry for entry in unread if entry.eager_reads and entry.param.requires_grad]
-    blocks = {block.name: _block_memory(block) for state in states for block in state.plan.ran()}
+    blocks = {block.name: block.memory() for state in states for block in state.plan.ran()}
+    staying = [block for state in states for block in state.plan.staying()[:-1]]  # the last one is part of the plan
+    copies = sum(blocks[block.name].copies for block in staying)
+    limited = {run.record.number: run for run in runs if run.record.needs is not None and run.record.needs.is_block}
+    if limited:
+        return max((_of_limited_blocks(run, copies) for run in limited.values()), key=lambda found: found.peak), ""
     step = simulate_step(
         [_with_unread(pairs[0], states, read), *pairs[1:]],
         keeps_outputs=any(pair.keeps_outputs for pair in pairs),
         other_bytes=max(run.record.held_gradients for run in runs),
-        held={"gradients": sum(map(gradient_bytes, eager))},
+        held={
+            "gradients": sum(entry.gradient_bytes for entry in eager),
+            "gathered copies": copies,
+        },
         blocks=[blocks.get(run.module) if run.record.unit.block else None for run in runs],
         gathers_ahead=all(state.plan.gathers_ahead for state in states),
     )
     return _memory(step, runs, _buffers(states, pairs, step.buffers)), ""
+
+
+def _of_limited_blocks(run: _Run, copies: int) -> Memory:
+    """Return the memory of a step as it was planned for the blocks that share a graph.
+
+    Args:
+        run: A run of the graph.
+        copies: Bytes of gathered parameters that stay for the backward.
+    """
+    memory, needs = run.record.memory, run.record.needs
+    assert memory is not None and needs is not None
+    step = simulate_runs(memory, replace(needs, held={**needs.held, "gathered copies": copies}))
+    return _memory(step, [run], 0)
 
 
 def _runs(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> list[_Run]:
@@ -133,22 +151,12 @@ def _with_unread(pair: PairMemory, states: Sequence[PartitionState], read: set[s
     return replace(pair, unread=tuple(specs), unread_copies=held)
 
 
-def _block_memory(block: BlockCopies) -> BlockMemory:
-    trained = block.trained()
-    return BlockMemory(
-        name=block.name,
-        copies=sum(entry.copy_bytes for entry in block.entries),
-        full_gradients=sum(entry.param.numel() * entry.spec.dtypes(entry.param.dtype)[1].itemsize for entry in trained),
-        gradients=sum(map(gradient_bytes, trained)),
-    )
-
-
 def _memory(step: StepMemory, runs: Sequence[_Run], buffers: int) -> Memory:
     found = step.at_peak
     phase, _, number = found.name.partition(" ")
     return Memory(
         peak=found.bytes + buffers,
-        where=f"{phase} of {runs[int(number)].where}" if number else phase,
+        where=f"{phase} of {runs[int(number)].where}" if number.isdigit() else found.name,
         node=found.node,
         parts={**found.composition, **({"buffers": buffers} if buffers else {})},
         buffers=buffers,

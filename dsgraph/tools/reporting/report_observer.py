@@ -101,6 +101,7 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         memory=measured.memory,
         memory_limit=request.facts.memory_limit,
         limit_gap=request.limit_gap or over_limit(request, outcome),
+        needs=request.facts.stage,
         held_gradients=request.facts.held_gradients,
         costs=request.costs,
         ignored_tags=measured.ignored_tags,

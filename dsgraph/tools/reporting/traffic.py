@@ -90,10 +90,11 @@ def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
 def block_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """Return the traffic by which stage 3 gathers repeated blocks for a forward and its backward.
 
-    The last block stays between the two. Without blocks that have run as graphs of their own there is none.
+    Some blocks stay between the two. Without blocks that have run as graphs of their own there is none.
     """
-    blocks = state.plan.ran()
-    return add_up(item for block in blocks + blocks[:-1] for item in gather_of_block(state, block))
+    blocks, staying = state.plan.ran(), state.plan.staying()
+    again = [block for block in blocks if block not in staying]
+    return add_up(item for block in blocks + again for item in gather_of_block(state, block))
 
 
 def gather_of_block(state: PartitionState, block: BlockCopies) -> tuple[Traffic, ...]:

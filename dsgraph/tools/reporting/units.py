@@ -117,12 +117,12 @@ def plan_of(states: Sequence[PartitionState]) -> Plan | None:
     if not plans:
         return None
     ran = [block for state in plans for block in state.plan.ran()]
-    last = [state.plan.ran()[-1] for state in plans]
+    stay = [block for state in plans for block in state.plan.staying()]
     return Plan(
         gathers_ahead=all(state.plan.gathers_ahead for state in plans),
         blocks=len(ran),
-        kept=", ".join(block.name for block in last),
-        kept_bytes=sum(entry.copy_bytes for block in last for entry in block.entries),
+        kept=spelled([block.name for block in stay]),
+        kept_bytes=sum(entry.copy_bytes for block in stay for entry in block.entries),
         exceptions=tuple(exception for state in plans for exception in _exceptions(state)),
     )
 

@@ -103,7 +103,6 @@ def test_what_the_section_parallel_supports():
     [
         {"dsgraph": {"compile": False}},
         {"dsgraph": {"strict": True}},
-        {"dsgraph": {"memory_limit": "1GiB"}},
         {"dsgraph": {"kernels": ["rms_norm"]}},
         {"flops_profiler": {"enabled": True}},
     ],

@@ -1,0 +1,165 @@
+"""`memory_limit` with blocks as graphs of their own: the measured memory stays under it, and no number changes."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dsgraph
+from benchmarks.memory import AllocationCounter, build_counter
+from dsgraph.passes.memory.fit import PLANNED, MemoryLimitError
+from examples.gpt import GPT, GPTConfig
+from tests.distributed.training import full
+
+pytestmark = pytest.mark.distributed
+
+ROWS, TIME, VOCAB = 4, 64, 256
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> str:
+    found = build_counter(tmp_path_factory.mktemp("counter"))
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return str(found)
+
+
+@cache
+def _counter(library: str) -> AllocationCounter:
+    return AllocationCounter(Path(library))
+
+
+def _gpt() -> nn.Module:
+    return GPT(GPTConfig(vocab=VOCAB, width=64, heads=2, layers=4))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False))
+
+
+class _Valued(nn.Module):
+    """A model whose forward depends on values, which no tensor without values has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _gpt()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.inner(tokens, targets)
+        return loss * 2 if tokens.max().item() > VOCAB else loss
+
+
+BUILDS = {"gpt": _gpt, "llama": _llama, "valued": _Valued}
+
+
+def _batch(case: str, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    tokens = torch.randint(0, VOCAB, (ROWS, TIME), generator=generator)
+    if case == "llama":
+        return {"input_ids": tokens, "labels": tokens}
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+
+
+def _train(library: str, case: str, limit: int | None, **how: Any) -> tuple[int, list[Tensor], dsgraph.Report]:
+    """Return the measured peak of a step, losses and gradients, and the report."""
+    torch._dynamo.reset()
+    gc.collect()
+    counter = _counter(library)
+    before = counter.live
+    torch.manual_seed(0)
+    model = dsgraph.partition(BUILDS[case](), stage=3, keep_whole_below=12, **how)
+    options = {"codegen": "eager"} | ({} if limit is None else {"memory_limit": limit})
+    compiled = torch.compile(model, backend="dsgraph", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    found, peak = [], 0
+    for step in range(2):
+        gc.collect()
+        counter.reset_peak()
+        outputs = compiled(**_batch(case, step))
+        loss = outputs if isinstance(outputs, Tensor) else outputs.loss
+        loss.backward()
+        peak = max(peak, counter.peak - before)
+        found += [loss.detach(), *(full(param.grad).clone() for param in model.parameters())] if step == 1 else []
+        optimizer.step()
+        optimizer.zero_grad()
+        peak = max(peak, counter.peak - before) if step < 1 else peak
+    return peak, found, dsgraph.report(compiled)
+
+
+def _is_of_blocks(report: dsgraph.Report) -> bool:
+    return any(unit.is_block for unit in report.units)
+
+
+def _equal(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _planned(report: dsgraph.Report) -> list[str]:
+    return [line for each in report.compiles for item in each.passes if item.name == PLANNED for line in item.done]
+
+
+def _keeps(library: str, case: str) -> None:
+    most, usual, report = _train(library, case, None)
+    assert _is_of_blocks(report)
+    limit = int(0.75 * most)
+    peak, numbers, report = _train(library, case, limit)
+    assert _is_of_blocks(report)
+    assert _equal(numbers, usual)
+    assert peak <= limit
+    assert report.memory.peak <= limit and not report.limit_gaps
+    assert any("recomputation takes" in line for line in _planned(report))
+
+
+@pytest.mark.parametrize("case", ("gpt", pytest.param("llama", marks=pytest.mark.full)))
+def test_a_step_of_blocks_stays_under_its_limit_with_the_same_numbers(ranks, library, case):
+    ranks(2).run(_keeps, library, case)
+
+
+def _becomes_one_graph(library: str) -> None:
+    _, usual, _ = _train(library, "gpt", None)
+    with pytest.raises(MemoryLimitError) as refused:
+        _train(library, "gpt", 1000, blocks="none")
+    peak, numbers, report = _train(library, "gpt", refused.value.least)
+    assert not _is_of_blocks(report)
+    assert "because with blocks a step takes" in report.status
+    assert _equal(numbers, usual) and peak <= refused.value.least
+    with pytest.raises(MemoryLimitError, match=f"a step takes {refused.value.least:,} at least"):
+        _train(library, "gpt", 1000)
+
+
+def test_a_limit_that_blocks_cannot_keep_is_kept_by_one_graph(ranks, library):
+    ranks(1).run(_becomes_one_graph, library)
+
+
+def _depends_on_values(library: str) -> None:
+    _, _, report = _train(library, "valued", 10**9)
+    assert not _is_of_blocks(report)
+    assert "because the forward cannot run on tensors without values: DataDependent" in report.status
+
+
+def test_a_model_that_depends_on_values_is_one_graph(ranks, library):
+    ranks(1).run(_depends_on_values, library)
+
+
+def _keeps_copies(library: str) -> None:
+    most, usual, report = _train(library, "gpt", None)
+    sent = report.step.sent_bytes
+    peak, numbers, report = _train(library, "gpt", 2 * most)
+    assert _equal(numbers, usual)
+    assert report.plan.kept == "blocks.0 ... blocks.3 (4)"
+    assert report.step.sent_bytes < 0.8 * sent
+    assert most < peak <= report.memory.peak
+
+
+def test_memory_that_is_left_keeps_the_parameters_of_blocks_for_the_backward(ranks, library):
+    ranks(2).run(_keeps_copies, library)
