@@ -1321,6 +1321,21 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_split_stages.py",),
     ),
     Mutant(
+        *("one-block-is-planned", "dsgraph/compiler/memory_limit/limit_scope.py", "off by one"),
+        *("_with_block", "around.in_flight[block],", "1,"),
+        killers=("tests/distributed/test_block_limits.py",),
+    ),
+    Mutant(
+        *("copies-of-blocks-never-stay", "dsgraph/partitioning/blocks/block_plan.py", "wrong branch"),
+        *("BlockPlan._choose_staying", "if self.limit.spare else 0", "if not self.limit.spare else 0"),
+        killers=("tests/distributed/test_block_limits.py",),
+    ),
+    Mutant(
+        *("code-around-blocks-not-counted", "dsgraph/partitioning/blocks/live_bytes.py", "missing term"),
+        *("LiveBytes.add", "self._live += size", "pass"),
+        killers=("tests/partitioning/blocks/test_fake_step.py",),
+    ),
+    Mutant(
         *("copies-gathered-one-by-one", "inductor_ext/collectives/together.py", "wrong branch"),
         *("start_gathers_in_place", "not in COALESCING_BACKENDS", "in (*COALESCING_BACKENDS, 'gloo')"),
         killers=("tests/contracts/test_eager_collectives.py",),

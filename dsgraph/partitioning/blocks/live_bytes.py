@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ class BlockCall:
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes that exist outside blocks, while a step runs on fake tensors.
 
-    Full parameters that code around blocks reads are counted until the next block runs, or to the end if autograd saves
-    them.
+    Full parameters that code around blocks reads are counted until the next block runs, or until the backward reads
+    what autograd has saved.
 
     Attributes:
         calls: The calls of blocks in the forward.
@@ -45,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         self.full: dict[int, int] = {}
         self._live = 0
         self._known: dict[int, Any] = {}
-        self._read, self._saved = set[int](), set[int]()
+        self._read, self._saved = set[int](), Counter[int]()
         self._most = self._beside = 0
         self._gaps: list[int] = []
         self._inside: list[int] | None = None  # bytes of the results of a block that is running
@@ -58,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         self._read.update(key for value in tensors((args, kwargs)) if (key := storage_id(value)) in self.full)
         for value in tensors(outputs):
             self.add(value)
-        self._most = max(self._most, self._live + self._parameters(self._read | self._saved))
+        self._most = max(self._most, self._live + self._parameters(self._read | self._saved.keys()))
         return outputs
 
     def add(self, value: Tensor) -> None:
@@ -85,7 +86,15 @@ class LiveBytes(TorchDispatchMode):
         """Note that autograd saves a tensor outside blocks."""
         key = storage_id(value)
         if key in self.full:
-            self._saved.add(key)
+            self._saved[key] += 1
+        return value
+
+    def load(self, value: Tensor) -> Tensor:
+        """Note that the backward reads a tensor that autograd saved."""
+        key = storage_id(value)
+        if key in self._saved:
+            self._read.add(key)
+            self._saved -= Counter([key])
         return value
 
     def computed_in(self, run: Callable[[], Any]) -> tuple[Any, int]:
