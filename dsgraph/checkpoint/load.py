@@ -193,8 +193,13 @@ def _state_to_read(
         raise CheckpointError(f"there is no {lacks!r} of {name} in it: {MODEL_ALONE}")
     found: dict[str, Tensor] = {}
     for key, about in saved.items():
-        empty = on_disk.get(key)
-        if empty is None and tensors.is_sliced(name, about.size):
+        empty, is_sliced = on_disk.get(key), tensors.is_sliced(name, about.size)
+        if empty is not None and is_sliced:
+            raise CheckpointError(
+                f"optimizer state {key!r} of {name} is on disk, and this rank has a slice of it, which cannot be read "
+                f"to disk yet: load it into an engine without offload_optimizer, or {MODEL_ALONE}"
+            )
+        if is_sliced:
             empty = torch.empty(about.size, dtype=about.properties.dtype)  # as in `_empty`
         elif empty is None:
             empty = hooks.empty_state(param, key, about.size, about.properties.dtype)

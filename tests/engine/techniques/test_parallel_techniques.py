@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import dsgraph
-from dsgraph.utils.errors import ConfigError, OptionError
+from dsgraph.utils.errors import CheckpointError, ConfigError, OptionError
 
 pytestmark = pytest.mark.distributed
 
@@ -207,6 +207,23 @@ def test_a_checkpoint_of_slices_has_their_errors(ranks, tmp_path):
     expected, _ = ranks(2).run(_slices_go_on, str(tmp_path))
     (losses,) = ranks(1).run(_one_process_goes_on, str(tmp_path))
     assert losses[0] == pytest.approx(expected[0], rel=1e-5) and losses == pytest.approx(expected, rel=5e-2)
+
+
+def _slices_on_disk(folder: str) -> None:
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    engine = _engine(_config(parallel={"tp": 2}, zero_optimization=offload))
+    _train(engine, range(1))
+    engine.save_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="is on disk, and this rank has a slice of it"):
+        engine.load_checkpoint(folder)
+    engine.close()
+    other = _engine(_config(parallel={"tp": 2}))
+    other.load_checkpoint(folder)
+    assert other.counts.steps == 1
+
+
+def test_slices_of_state_are_not_loaded_to_disk(ranks, tmp_path):
+    ranks(2).run(_slices_on_disk, str(tmp_path))
 
 
 def test_what_needs_full_layers_or_a_plan_is_refused(one_rank):
