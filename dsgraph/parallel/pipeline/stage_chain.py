@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dsgraph.compat.dynamo import is_set
 from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
 from dsgraph.partitioning.blocks.repeated_blocks import find_blocks, read_blocks
 from dsgraph.passes.parallel.stage_graphs import StageGraph, StageGraphModule
@@ -122,7 +123,7 @@ class Techniques:
             data-parallel rank.
         offload: As for `partition`, for the shards.
         blocks: As for `partition`: compiled stages have one graph for all equal blocks. Options that need one graph,
-            such as `memory_limit`, compile a stage as one all the same.
+            such as `strict`, compile a stage as one all the same.
         drops: Paths of blocks that a micro-batch may leave out.
     """
 
@@ -149,7 +150,7 @@ class Techniques:
             PartitionError: `blocks` names no list of blocks.
         """
         chosen = options or {}
-        one_graph = any(chosen.get(name) not in (None, False, "auto", "none") for name in NEED_ONE_GRAPH)
+        one_graph = any(is_set(chosen, name) for name in NEED_ONE_GRAPH)
         modules = find_blocks(model, read_blocks(self.blocks)) if options is not None and not one_graph else frozenset()
         found = frozenset(name for name, module in model.named_modules() if module in modules) | {*self.drops}
         if found and schedule in ZERO_BUBBLE:
@@ -157,10 +158,10 @@ class Techniques:
                 f"pipeline: blocks as graphs of their own are not supported with {schedule}, which defers the weight "
                 "gradients of a stage's graph: use 1F1B, GPipe or Interleaved1F1B"
             )
-        if self.drops and chosen.get("memory_limit") is not None:
+        if found and is_set(chosen, "memory_limit"):
             raise OptionError(
-                "pipeline: the option 'memory_limit' is planned for one graph of a stage, and blocks that may be left "
-                "out are graphs of their own: remove one of the two"
+                "pipeline: the option 'memory_limit' is planned for one graph of a stage, and blocks are to be graphs "
+                "of their own (dsgraph.blocks, progressive_layer_drop): remove one of the two"
             )
         return found
 

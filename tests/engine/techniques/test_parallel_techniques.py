@@ -288,6 +288,8 @@ def test_equal_blocks_of_a_stage_share_a_graph(ranks):
 
 
 def test_blocks_that_need_one_graph_of_a_stage_are_refused(one_rank):
+    with pytest.raises(OptionError, match="'memory_limit' is planned for one graph"):
+        _engine(_config(parallel={"pp": 1}, dsgraph={"blocks": ["blocks"], "memory_limit": "1GiB"}))
     for section, schedule, error in (
         ({"memory_limit": "1GiB"}, "1F1B", "'memory_limit' is planned for one graph"),
         ({}, "ZBVZeroBubble", "not supported with ZBVZeroBubble"),
