@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -72,6 +74,17 @@ def default_tolerances(dtype: torch.dtype) -> tuple[float, float]:
 
     rtol, atol = default_tolerances(dtype)
     return rtol, atol
+
+
+@contextmanager
+def without_fake_errors() -> Iterator[None]:
+    """Return a context in which torch logs no error of an operation on fake tensors, besides raising it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def new_fake_mode() -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.modules import remove_hooks
-from dsgraph.compat.tensors import flatten_tree, new_fake_mode, unflatten_tree
+from dsgraph.compat.tensors import flatten_tree, new_fake_mode, unflatten_tree, without_fake_errors
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.passes.analysis.block_memory import AroundBlocks
@@ -41,7 +41,7 @@ def around_blocks(
     live = LiveBytes()
     try:
         fakes, forward = _without_values(model, parameters, live)
-        with fakes, live, torch.autograd.graph.saved_tensors_hooks(live.save, live.load):
+        with without_fake_errors(), fakes, live, torch.autograd.graph.saved_tensors_hooks(live.save, live.load):
             given = _faked((args, kwargs), fakes, live)
             outputs = forward(*given[0], **given[1])
             live.end_forward(tensors(outputs))
