@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +42,8 @@ from benchmarks.memory import AllocationCounter, build_counter
 from benchmarks.memory_cases import DEEP, LIMITED, Case
 from benchmarks.report import MB, Check, Report, Row, add_arguments, machine, ratio
 from benchmarks.workers import WorkerError, Workers
+from dsgraph.partitioning.blocks.fake_step import around_blocks
+from dsgraph.partitioning.state import partition_states
 from dsgraph.passes import GraphPass, PassContext, PassResult, Phase
 from dsgraph.passes.memory.fit import PLANNED
 
@@ -91,7 +93,7 @@ class Training:
         Args:
             model: One of `DEEP` or `LIMITED`.
             codegen: See docs/reference/options.md.
-            how: `checkpoint`, `budget` or `limit`, `offload` beside it, or nothing.
+            how: `checkpoint`, `budget` or `limit`, `offload` beside it, `stage` (0), or nothing.
             counter: From `build_counter`.
         """
         self._counter = AllocationCounter(counter)
@@ -102,7 +104,7 @@ class Training:
         module = self._case.build()
         if how.get("checkpoint"):
             _checkpoint_blocks(module)
-        module = dsgraph.partition(module, stage=0)
+        module = dsgraph.partition(module, stage=how.get("stage", 0))
         options: dict[str, Any] = {"codegen": codegen}
         if "budget" in how:
             options["pipeline"] = dsgraph.default_pipeline() + [TorchsBudget(how["budget"]), NoBudget()]
@@ -132,6 +134,14 @@ class Training:
             "plan": [line for record in records for line in record.done],
         }
 
+    def fake_step(self) -> float:
+        """Return the seconds of a step on fake tensors, in which blocks compute nothing."""
+        model = self._model._orig_mod
+        (state,) = partition_states(model)
+        started = time.perf_counter()
+        around_blocks(model, state.parameters, self._batch(), {})
+        return time.perf_counter() - started
+
     def least(self) -> int:
         """Return the smallest limit that the error names."""
         try:
@@ -147,12 +157,14 @@ class Training:
         """Return the seconds of a few steps."""
         return [self._step() for _ in range(STEPS)]
 
-    def _step(self) -> float:
+    def _batch(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1_000_003 * self._steps)
         case = self._case
         text = torch.randint(0, case.vocab, (case.batch, case.length + 1), generator=generator)
-        tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        del text
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+    def _step(self) -> float:
+        case, (tokens, targets) = self._case, self._batch()
         started = time.perf_counter()
         case.loss(self._model, tokens, targets).backward()
         self._optimizer.step()
