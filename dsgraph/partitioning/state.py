@@ -116,6 +116,7 @@ class PartitionState:
         self.phase = phase
         self.accumulating = phase in (StepPhase.REDUCING_EACH, StepPhase.ADDING)
         self.gradients_stay_local = phase in (StepPhase.ADDING, StepPhase.LAST, StepPhase.ENDING)
+        self.plan.in_step = self.accumulating and bool(self.plan.limit.spare)
         if phase is StepPhase.IDLE:
             self.reducing_in = -1
 
@@ -174,6 +175,7 @@ class PartitionState:
     def give_up_step(self) -> None:
         """Drop the micro-batches of a step. An update of the shards may follow, or another step."""
         self.copies.finish()
+        self.plan.release_held()
         self.awaiting_last_backward = False
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)

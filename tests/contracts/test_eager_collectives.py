@@ -96,3 +96,26 @@ def test_a_block_is_gathered_and_reduced_as_a_whole():
         runs(torch.ones(2, 8)).backward()
     assert found.count["reduce_scatter_tensor_coalesced"] == 3, found.count
     assert not any("reduce" in name and "coalesced" not in name for name in found.count), found.count
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize(("limit", "first", "later"), [(None, 5, 5), ("1GB", 3, 1)])
+def test_spare_memory_holds_the_parameters_of_blocks_for_all_micro_batches(limit, first, later):
+    model = dsgraph.partition(_Blocks(3), stage=3, keep_whole_below=0)
+    runs = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": limit})
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def gathers(collectives: _Collectives) -> int:
+        return collectives.count["allgather_into_tensor_coalesced_"]
+
+    for _ in range(2):
+        with dsgraph.accumulate(model), _Collectives() as begins:
+            runs(torch.ones(2, 8)).backward()
+        with dsgraph.accumulate(model), _Collectives() as goes_on:
+            runs(torch.ones(2, 8)).backward()
+        with _Collectives() as ends:
+            runs(torch.ones(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    each = gathers(begins) // first
+    assert (gathers(begins), gathers(goes_on), gathers(ends)) == (first * each, later * each, later * each)

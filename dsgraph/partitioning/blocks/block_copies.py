@@ -85,6 +85,7 @@ class BlockCopies:
         has_arrived: True if the gather has completed.
         is_read: False if no graph read them in the block's last call, so that there is nothing to gather before it.
         is_kept: True if they were kept after a forward for the backward that should follow.
+        is_held: True if they were kept after a backward for the next micro-batch of the step.
     """
 
     name: str
@@ -96,6 +97,7 @@ class BlockCopies:
     has_arrived: bool = True
     is_read: bool = True
     is_kept: bool = False
+    is_held: bool = False
     _gathered_in: int = -1
     _gathered_from: dict[ParameterState, tuple[Any, int]] = field(default_factory=dict)
     _reads: list[dict[ParameterState, Tensor]] = field(default_factory=list, repr=False)
@@ -107,7 +109,7 @@ class BlockCopies:
         """
         changed = [entry for entry in self.entries if self._gathered_from.get(entry) != _state_of(entry)]
         if self.is_present:
-            if self._gathered_in == self.plan.forwards and not changed:
+            if not changed and (self.is_held or self._gathered_in == self.plan.forwards):
                 return
             self.release()
         if not self.entries:
@@ -190,7 +192,7 @@ class BlockCopies:
         if not self.is_present:
             return
         self.wait()
-        self.is_present = self.is_kept = False
+        self.is_present = self.is_kept = self.is_held = False
         for entry in self.entries:
             _copy_of(entry).untyped_storage().resize_(0)
 
@@ -203,7 +205,8 @@ class BlockCopies:
 
     def forget(self) -> None:
         """Drop the copies. Later runs get new ones."""
-        self.is_present, self.is_kept, self.has_arrived = False, False, True
+        self.is_present = self.is_kept = self.is_held = False
+        self.has_arrived = True
         self._gathered_from = {}
         for entry in self.entries:
             entry.block_copy = None
@@ -263,7 +266,14 @@ class BlockCopies:
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        idle = {"running": 0, "is_present": False, "has_arrived": True, "is_read": True, "is_kept": False}
+        idle = {
+            "running": 0,
+            "is_present": False,
+            "has_arrived": True,
+            "is_read": True,
+            "is_kept": False,
+            "is_held": False,
+        }
         return {**self.__dict__, **idle, "_gathered_in": -1, "_gathered_from": {}, "_reads": []}
 
 

@@ -17,37 +17,12 @@ from dsgraph.compat.tensors import unseen_by_modes
 from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
+from .block_calls import Call, Reads
 from .block_copies import BlockCopies
 from .block_limit import BlockLimit
 from .block_reads import RunningReduction
 
 _NONE = -1
-
-
-@dataclass(eq=False)
-class _Call:
-    """A call of a block in a forward.
-
-    Attributes:
-        graphs: Number of its graphs whose backward is still to come.
-        has_read: True if a graph has read the block's copies.
-    """
-
-    graphs: int = 0
-    has_read: bool = False
-
-
-@dataclass(frozen=True)
-class _Reads:
-    """The copies that a graph reads.
-
-    Attributes:
-        calls: The blocks, each with its call.
-        copies: Those that its backward reads as well and that have no other readers, such as hooks of autograd.
-    """
-
-    calls: dict[BlockCopies, _Call]
-    copies: tuple[Tensor, ...] = field(repr=False)
 
 
 @dataclass(eq=False)
@@ -64,6 +39,7 @@ class BlockPlan:
         forwards: Number of forwards so far.
         gathers_ahead: False if the graphs were compiled with `overlap_comm=False`: nothing is gathered before its use,
             and reductions are finished at once.
+        in_step: True while further micro-batches of a step follow, for which a limit leaves memory.
         limit: What is known about a `memory_limit`. What it leaves holds copies of the last blocks for the backward.
     """
 
@@ -71,11 +47,12 @@ class BlockPlan:
     blocks: list[BlockCopies] = field(default_factory=list)
     forwards: int = 0
     gathers_ahead: bool = True
+    in_step: bool = False
     limit: BlockLimit = field(default_factory=BlockLimit)
     _order: tuple[BlockCopies, ...] = ()
     _staying: frozenset[BlockCopies] = frozenset()
     _seen: list[BlockCopies] = field(default_factory=list)
-    _calls: list[tuple[BlockCopies, _Call]] = field(default_factory=list)
+    _calls: list[tuple[BlockCopies, Call]] = field(default_factory=list)
     _backward: int = _NONE
     _ending: Callable[[], object | None] = lambda: None
     _reductions: list[RunningReduction] = field(default_factory=list)
@@ -91,7 +68,7 @@ class BlockPlan:
     @unseen_by_modes
     def begin(self, block: BlockCopies) -> None:
         """Gather a block's copies before its forward, and start to gather the next block's. `end` follows always."""
-        self._calls.append((block, _Call()))
+        self._calls.append((block, Call()))
         block.begin_call()
         recomputes = running_backward() != _NONE
         if recomputes:
@@ -168,6 +145,13 @@ class BlockPlan:
         """Note that an optimizer has stepped on the parameters with these ids."""
         for block in self.blocks:
             block.note_step(stepped)
+        self.release_held()
+
+    def release_held(self) -> None:
+        """Release the copies that were kept for micro-batches that do not follow."""
+        for block in self.blocks:
+            if block.is_held:
+                block.release()
 
     def clear(self) -> None:
         """Remove all blocks, which are about to be defined again."""
@@ -192,14 +176,14 @@ class BlockPlan:
     def _watch_backward(self, blocks: Sequence[BlockCopies], copies: tuple[Tensor, ...], outputs: Any) -> None:
         running = {block: call for block, call in self._calls if block in blocks}
         for node in compiled_backwards(outputs):
-            reads = _Reads({block: running.get(block) or _Call() for block in blocks}, copies)
+            reads = Reads({block: running.get(block) or Call() for block in blocks}, copies)
             for call in reads.calls.values():
                 call.graphs += 1
             node.register_prehook(lambda _, reads=reads: self._before_backward(reads))
             node.register_hook(lambda *_, reads=reads: self._after_backward(reads))
 
     @unseen_by_modes
-    def _before_backward(self, reads: _Reads) -> None:
+    def _before_backward(self, reads: Reads) -> None:
         self._enter_backward()
         for block in reads.calls:
             block.start()
@@ -215,11 +199,11 @@ class BlockPlan:
                 )
 
     @unseen_by_modes
-    def _after_backward(self, reads: _Reads) -> None:
+    def _after_backward(self, reads: Reads) -> None:
         for block, call in reads.calls.items():
             call.graphs -= 1
             if call.graphs <= 0 and not block.running:
-                block.release()
+                self._release(block)
 
     def _enter_backward(self) -> None:
         if self._backward != _NONE and self._ending() is None:
@@ -245,7 +229,14 @@ class BlockPlan:
         finally:
             for block in self.blocks:
                 if not block.running:
-                    block.release()
+                    self._release(block)
+
+    def _release(self, block: BlockCopies) -> None:
+        """Release a block's copies after its backward, unless the spare memory holds them for the next micro-batch."""
+        stays = block.is_present and block in self._staying and block is not self._order[-1]
+        block.is_kept, block.is_held = False, self.in_step and stays
+        if not block.is_held:
+            block.release()
 
     def _abandon(self) -> None:
         """Release everything after an error in a forward or backward."""

@@ -16,6 +16,7 @@ from .traffic import (
     accumulated_traffic,
     add_up,
     block_traffic,
+    held_blocks_traffic,
     held_traffic,
     reduced_blocks_traffic,
     refresh_traffic,
@@ -78,10 +79,11 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
 
     keeps_local = any(state.reduces_once for state in states)
     held = held_traffic(states[0]) if len(states) == 1 else ()
-    once = add_up([*held, *(item for state in states for item in accumulated_traffic(state))])
+    blocks = [item for state in states for item in held_blocks_traffic(state)]
+    once = add_up([*held, *blocks, *(item for state in states for item in accumulated_traffic(state))])
     has_graphs_of_its_own = keeps_local or bool(held)
     each = newest(training, accumulating=True) if has_graphs_of_its_own else at_step
-    each_parts = [*_parts(each, sharing(list_units(model, states, each))), *ahead]
+    each_parts = [*_parts(each, sharing(list_units(model, states, each))), *_ahead(states, in_step=True)]
     known = bool(states) and (not has_graphs_of_its_own or any(record.is_for_accumulation for record in each))
     return StepTraffic(
         sent_bytes=_bytes(at_step, parts),
@@ -92,8 +94,8 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     )
 
 
-def _ahead(states: Sequence[PartitionState]) -> list[StepPart]:
-    gathered = add_up(item for state in states for item in block_traffic(state))
+def _ahead(states: Sequence[PartitionState], *, in_step: bool = False) -> list[StepPart]:
+    gathered = add_up(item for state in states for item in block_traffic(state, in_step=in_step))
     reduced = add_up(item for state in states for item in reduced_blocks_traffic(state))
     parts = (("gathers of blocks, between graphs", gathered), ("reductions of blocks, between graphs", reduced))
     return [StepPart(name, 1, traffic) for name, traffic in parts if traffic]

@@ -87,14 +87,24 @@ def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
 
 
-def block_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+def block_traffic(state: PartitionState, *, in_step: bool = False) -> tuple[Traffic, ...]:
     """Return the traffic by which stage 3 gathers repeated blocks for a forward and its backward.
 
     Some blocks stay between the two. Without blocks that have run as graphs of their own there is none.
+
+    Args:
+        state: The partitioned model.
+        in_step: True leaves out the blocks that are gathered once for all micro-batches of a step.
     """
     blocks, staying = state.plan.ran(), state.plan.staying()
-    again = [block for block in blocks if block not in staying]
-    return add_up(item for block in blocks + again for item in gather_of_block(state, block))
+    held = staying[:-1] if in_step else []
+    gathers = [block for block in blocks if block not in held] + [block for block in blocks if block not in staying]
+    return add_up(item for block in gathers for item in gather_of_block(state, block))
+
+
+def held_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
+    """Return the traffic of the repeated blocks that are gathered once for all micro-batches of a step."""
+    return add_up(item for block in state.plan.staying()[:-1] for item in gather_of_block(state, block))
 
 
 def gather_of_block(state: PartitionState, block: BlockCopies) -> tuple[Traffic, ...]:
