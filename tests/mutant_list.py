@@ -621,8 +621,8 @@ OFFLOAD = (
 
 BLOCKS = (
     Mutant(
-        *("block-with-a-cache-is-apart", "dsgraph/partitioning/blocks/block_frames.py", "missing check"),
-        *("_are_plain", "all(_are_plain(item) for item in value)", "True"),
+        *("block-with-a-cache-is-apart", "dsgraph/partitioning/blocks/repeated_blocks.py", "missing check"),
+        *("is_plain", "all(is_plain(item) for item in value)", "True"),
         killers=("tests/distributed/test_blocks.py",),
     ),
     Mutant(

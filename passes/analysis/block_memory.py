@@ -42,6 +42,16 @@ class AroundBlocks:
     calls: int
     in_flight: Mapping[str, int]
 
+    def most(self, other: AroundBlocks) -> AroundBlocks:
+        """Return the larger amount of each."""
+        return AroundBlocks(
+            beside=max(self.beside, other.beside),
+            between=max(self.between, other.between),
+            before=max(self.before, other.before),
+            calls=max(self.calls, other.calls),
+            in_flight={**self.in_flight, **other.in_flight},
+        )
+
 
 class PlanMemory:
     """The memory that a plan holds while each graph of a step runs.

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from dsgraph.passes.ir.collectives import TABLE
+from dsgraph.passes.ir import collectives
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,9 @@ class LinkTable:
         Raises:
             KeyError: No collective has this name.
         """
-        if kind not in TABLE.by_kind:
-            raise KeyError(
-                f"no collective is called {kind!r}: use a key of `TABLE.by_kind` ({', '.join(TABLE.by_kind)})"
-            )
+        known = collectives.TABLE.by_kind
+        if kind not in known:
+            raise KeyError(f"no collective is called {kind!r}: use a key of `TABLE.by_kind` ({', '.join(known)})")
         return next((link for name, link in self.kinds if name == kind), self.usual)
 
     def has(self, kind: str) -> bool:

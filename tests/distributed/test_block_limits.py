@@ -149,7 +149,7 @@ def test_a_limit_that_blocks_cannot_keep_is_kept_by_one_graph(ranks, library):
 def _depends_on_values(library: str) -> None:
     _, _, report = _train(library, "valued", 10**9)
     assert not _is_of_blocks(report)
-    assert "because the forward cannot run on tensors without values: DataDependent" in report.status
+    assert "because the forward cannot run on fake tensors: DataDependent" in report.status
 
 
 def test_a_model_that_depends_on_values_is_one_graph(ranks, library):

@@ -182,12 +182,13 @@ def _with_block(request: CompileRequest, limit: float) -> CaptureFacts:
     (state,) = states
     data = (value for value in request.inputs if isinstance(value, Tensor) and not hasattr(value, "dsgraph_block"))
     blocks = [copies.memory() for copies in state.plan.blocks]
-    of_blocks = sum(one.gradients for one in blocks)
+    of_blocks = 0 if held_gradients(state.root) else sum(one.gradients for one in blocks)  # else they exist already
     held = {
         "gradients": sum(entry.gradient_bytes for entry in state.parameters if entry.param.requires_grad) - of_blocks,
         "communication": max(2 * one.copies + one.full_gradients for one in blocks),
         AROUND: max(0, around.beside - sum(map(_bytes, data))),
     }
+    state.plan.limit.note_planned(around)
     needs = StageNeeds(
         held,
         around.in_flight[block],

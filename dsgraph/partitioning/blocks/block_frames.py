@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -15,11 +16,13 @@ from dsgraph.compat.compiled import allowing_recompiles, recompile_limit
 from dsgraph.compat.dynamo import forget_compiles, is_set, only_inlined, options_of_calls
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
+from dsgraph.passes.analysis.block_memory import AroundBlocks
 from dsgraph.passes.memory.fit import MemoryLimitError
 
 from .block_copies import NEED_ONE_GRAPH, BlockCopies, may_end_graph
+from .block_limit import BlockLimit
 from .fake_step import around_blocks, kinds_of
-from .repeated_blocks import IS_BLOCK, is_block, is_of_torch
+from .repeated_blocks import IS_BLOCK, is_block, is_of_torch, is_plain
 
 ITS_OWN_FRAME = "a repeated block is a graph of its own (partition(blocks=...))"
 """The reason that Dynamo, and with it the report, gives for the end of a graph at a block."""
@@ -71,7 +74,7 @@ def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
             torch.compiler.is_compiling()
             and not in_transform()
             and may_end_graph(held_by(self).partition.plan)
-            and _are_plain((args, kwargs))
+            and is_plain((args, kwargs))
         ):
             return _run_block(forward, blocks, self, args, kwargs)
         return forward(self, *args, **kwargs)
@@ -87,14 +90,17 @@ def _as_root(forward: Callable[..., Any]) -> Callable[..., Any]:
         options = options_of_calls()
         if not is_set(options, "memory_limit") or any(is_set(options, name) for name in NEED_ONE_GRAPH):
             return forward(self, *args, **kwargs)
-        before = _count_around(self, args, kwargs)
+        before = _count_around(self, options["memory_limit"], args, kwargs)
         try:
-            return forward(self, *args, **kwargs)
+            outputs = forward(self, *args, **kwargs)
         except MemoryLimitError as error:
-            if before is None or not held_by(self).partition.plan.limit.is_kept:
+            if before is None:
                 raise
-            _give_up_blocks(self, before, error)
             refused = error.with_traceback(None)  # its frames hold what the first forward has computed
+        else:
+            _note_forward(self)
+            return outputs
+        before.give_up_blocks(refused)
         try:
             return forward(self, *args, **kwargs)
         except MemoryLimitError as error:
@@ -104,47 +110,77 @@ def _as_root(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_as_root
 
 
+@dataclass(frozen=True)
+class _Before:
+    """The state before the first forward under a limit, which may begin again as one graph.
+
+    Attributes:
+        limit: The limit of the model's blocks.
+        random: The state of random numbers.
+        buffers: Buffers, each with its value.
+    """
+
+    limit: BlockLimit
+    random: Tensor
+    buffers: tuple[tuple[Tensor, Tensor], ...]
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def give_up_blocks(self, error: MemoryLimitError) -> None:
+        """Compile the model as one graph from now on: a plan of the whole step may keep a smaller limit."""
+        self.limit.refuse(f"with blocks a step takes {error.least:,} bytes at least")
+        torch.set_rng_state(self.random)
+        for buffer, value in self.buffers:
+            buffer.copy_(value)
+        forget_compiles()
+
+
 @torch.compiler.disable
-def _count_around(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+def _note_forward(model: nn.Module) -> None:
+    """Note that a forward under a limit has returned; warn if it took more than was planned for."""
+    part = held_by(model).partition
+    part.plan.limit.is_settled = True
+    gap = part.plan.limit.excess(len(part.plan.ran()))
+    if gap and gap not in part.limit_gaps:
+        part.limit_gaps.append(gap)
+        warnings.warn(f"memory_limit cannot be promised for {type(model).__name__}: {gap}", stacklevel=3)
+
+
+@torch.compiler.disable
+def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Before | None:
     """Count the memory around the blocks of a model for a new kind of batch.
 
+    Args:
+        model: The model.
+        value: The option `memory_limit`.
+        args: The arguments of the forward.
+        kwargs: Those given by name.
+
     Returns:
-        The state of random numbers before the forward; None for a known kind of batch.
+        The state before the first forward under this limit; None after one has returned. Ranks get batches of other
+        sizes at different times, so only the first may still be compiled as one graph.
     """
     part = held_by(model).partition
     limit, batch = part.plan.limit, (model.training, kinds_of((args, kwargs)))
-    if part.root is not model or limit.needs_one_graph or not part.plan.blocks:
+    if part.root is not model or not part.plan.blocks:
         return None
-    if batch in limit.counted:
-        limit.around = limit.counted[batch]
+    is_first = limit.begin(value)
+    if limit.needs_one_graph:
         return None
-    found = around_blocks(model, part.parameters, args, kwargs)
-    if isinstance(found, str):
-        limit.refuse(found)
-    else:
-        limit.around = limit.counted[batch] = found
-        limit.is_kept = True
-    return torch.get_rng_state()
-
-
-@torch.compiler.disable
-def _give_up_blocks(model: nn.Module, before: Tensor, error: MemoryLimitError) -> None:
-    """Compile the model as one graph from now on: a plan of the whole step may keep a smaller limit."""
-    held_by(model).partition.plan.limit.refuse(f"with blocks a step takes {error.least:,} bytes at least")
-    torch.set_rng_state(before)
-    forget_compiles()
-
-
-def _are_plain(value: object) -> bool:
-    """Return True if a value contains only tensors, numbers, text, dtypes, devices, enumerations, lists and dicts.
-
-    A graph that reads another object, such as a cache, is rarely equal to that of another block.
-    """
-    if isinstance(value, (list, tuple)):
-        return all(_are_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(_are_plain(item) for item in value.values())
-    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, Enum, torch.dtype, torch.device))
+    if batch not in limit.counted:
+        found = around_blocks(model, part.parameters, args, kwargs)
+        if isinstance(found, AroundBlocks):
+            limit.counted[batch] = found
+        elif is_first and not limit.counted:
+            limit.refuse(found)
+            return None
+        else:
+            part.limit_gaps.append(f"the memory around the blocks is not known for a batch of another size: {found}")
+            limit.counted[batch] = max(limit.counted.values(), key=lambda each: each.between)
+    limit.around, limit.is_kept = limit.counted[batch], True
+    if not is_first:
+        return None
+    return _Before(limit, torch.get_rng_state(), tuple((buffer, buffer.clone()) for buffer in model.buffers()))
 
 
 @torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured

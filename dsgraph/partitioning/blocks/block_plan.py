@@ -265,6 +265,8 @@ class BlockPlan:
         sizes = accumulate(block.memory().copies for block in self._order[-2::-1])
         number = sum(size <= self.limit.spare for size in sizes) if self.limit.spare else 0
         self._staying = frozenset(self._order[-1 - number :])
+        stay = self._order[-1 - number : -1] if number else ()
+        self.limit.left = self.limit.spare - sum(block.memory().copies for block in stay)
 
     def _start_neighbour(self, block: BlockCopies, step: int) -> None:
         if not self.gathers_ahead or block not in self._order:

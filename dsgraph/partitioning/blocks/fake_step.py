@@ -6,6 +6,7 @@ That code runs uncompiled, or in graphs of its own, so no graph of a block shows
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from dsgraph.passes.analysis.block_memory import AroundBlocks
 from dsgraph.passes.compat import storage_id
 
 from .live_bytes import BlockCall, LiveBytes, is_tensor, tensors
-from .repeated_blocks import is_block, structure_of
+from .repeated_blocks import is_block, is_plain, structure_of
 
 
 @torch.compiler.disable
@@ -38,7 +39,10 @@ def around_blocks(
         args: The arguments of its forward.
         kwargs: Those given by name.
     """
-    live = LiveBytes()
+    objects = [value for value in flatten_tree((args, kwargs))[0] if not is_plain(value)]
+    if objects:
+        return f"an argument is a {type(objects[0]).__name__}, in which the forward may keep a value"
+    live, state = LiveBytes(), random.getstate()
     try:
         fakes, forward = _without_values(model, parameters, live)
         with without_fake_errors(), fakes, live, torch.autograd.graph.saved_tensors_hooks(live.save, live.load):
@@ -48,7 +52,9 @@ def around_blocks(
             losses = _losses(outputs)
             torch.autograd.backward(losses, [torch.empty_like(loss) for loss in losses])
     except Exception as error:  # of any operation of the model
-        return f"the forward cannot run on tensors without values: {type(error).__name__}: {error}".splitlines()[0]
+        return f"the forward cannot run on fake tensors: {type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        random.setstate(state)
     if not losses or not live.calls:
         return "the forward calls no block" if losses else "no output of the forward requires a gradient"
     return live.result()
@@ -177,4 +183,6 @@ def _kind_of(value: Any) -> Hashable:
     """Return what the results of a block may depend on."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
-    return value if isinstance(value, (bool, int, float, str)) else str(type(value))
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return str(type(value))

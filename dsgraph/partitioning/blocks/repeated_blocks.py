@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from enum import Enum
 from typing import Literal
 
+import torch
 from torch import nn
 
 from dsgraph.partitioning.classes import overrides, plain_class
@@ -105,6 +107,18 @@ def structure_of(block: nn.Module) -> Hashable:
     parameters = tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters())
     buffers = tuple((name, tuple(buffer.shape), buffer.dtype) for name, buffer in block.named_buffers())
     return parts, parameters, buffers
+
+
+def is_plain(value: object) -> bool:
+    """Return True if a value contains only tensors, numbers, text, dtypes, devices, enumerations, lists and dicts.
+
+    A graph that reads another object, such as a cache, is rarely equal to that of another block.
+    """
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(is_plain(item) for item in value.values())
+    return value is None or isinstance(value, (torch.Tensor, bool, int, float, str, Enum, torch.dtype, torch.device))
 
 
 def read_blocks(value: object) -> Blocks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import dsgraph
 from dsgraph.partitioning.blocks.fake_step import around_blocks
 from dsgraph.partitioning.state import partition_states
+from dsgraph.passes.memory.fit import MemoryLimitError
 
 ROWS, WIDTH, CLASSES = 8, 16, 1000
 ROW = 4 * ROWS
@@ -69,8 +72,91 @@ class _Valued(_Model):
 @pytest.mark.usefixtures("fake_ranks")
 def test_a_forward_that_depends_on_values_is_named():
     assert _around(_Valued(), torch.randn(ROWS, WIDTH)).startswith(
-        "the forward cannot run on tensors without values: DataDependentOutputException"
+        "the forward cannot run on fake tensors: DataDependentOutputException"
     )
     with torch.no_grad():
         model = _Model().requires_grad_(False)
     assert _around(model, torch.randn(ROWS, WIDTH)) == "no output of the forward requires a gradient"
+
+
+class _Counting(_Model):
+    """A model with a buffer that its forward changes before the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x)
+
+
+def _step(limit: int, model: nn.Module, *batches: Tensor) -> Any:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": limit})
+    for batch in batches:
+        compiled(batch).backward()
+        model.zero_grad()
+    return dsgraph.report(model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_forward_that_begins_again_changes_buffers_once_and_a_larger_limit_allows_blocks():
+    with pytest.raises(MemoryLimitError) as refused:
+        _step(
+            1000, dsgraph.partition(_Counting(), stage=3, blocks="none", keep_whole_below=0), torch.randn(ROWS, WIDTH)
+        )
+    model = dsgraph.partition(_Counting(), stage=3, keep_whole_below=0)
+    report = _step(refused.value.least, model, torch.randn(ROWS, WIDTH))
+    assert "because with blocks a step takes" in report.status
+    assert model.steps == 1
+    report = _step(10**8, model, torch.randn(ROWS, WIDTH))
+    assert "2 repeated blocks are graphs of their own" in report.status
+    assert model.steps == 2
+
+
+class _Pooled(_Model):
+    """A model whose blocks get inputs of one size, whatever the size of the batch is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = (x @ x.T).exp()
+        return super().forward(x[:4] + wide.mean())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_the_plan_does_not_count_is_told():
+    model = dsgraph.partition(_Pooled(), stage=3, keep_whole_below=0)
+    limit = _step(10**8, model, torch.randn(8, WIDTH)).memory.peak + 50_000
+    model = dsgraph.partition(_Pooled(), stage=3, keep_whole_below=0)
+    with pytest.warns(UserWarning, match="the code around the blocks takes .* bytes more than was planned"):
+        report = _step(limit, model, torch.randn(8, WIDTH), torch.randn(512, WIDTH))
+    assert any("the code around the blocks takes" in gap for gap in report.limit_gaps)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_an_earlier_backward_are_told():
+    model = dsgraph.partition(_Model(), stage=3, keep_whole_below=0)
+    limit = _step(10**8, model, torch.randn(8, WIDTH)).memory.peak + 5_000
+    model = dsgraph.partition(_Model(), stage=3, keep_whole_below=0)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": limit})
+    compiled(torch.randn(8, WIDTH)).backward()
+    with pytest.warns(UserWarning, match="bytes of gradients are held from an earlier backward"):
+        compiled(torch.randn(8, WIDTH)).backward()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_an_object_among_the_arguments_is_not_changed():
+    class Losses:
+        def __init__(self) -> None:
+            self.found: list[Tensor] = []
+
+    class Noting(_Model):
+        def forward(self, x: Tensor, losses: Losses) -> Tensor:
+            losses.found.append(x.mean())
+            return super().forward(x)
+
+    (state,) = partition_states(model := dsgraph.partition(Noting(), stage=3, keep_whole_below=0))
+    losses = Losses()
+    found = around_blocks(model, state.parameters, (torch.randn(ROWS, WIDTH), losses), {})
+    assert found == "an argument is a Losses, in which the forward may keep a value"
+    assert not losses.found
