@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,14 @@ from .costs.agreed import known_costs
 from .default_compiler import Usual
 from .frames import read_capture
 from .memory_limit.limit_scope import (
+    agree_on_spare,
     bound_sizes,
     held_gradients,
     is_counted_around,
+    is_limited_block,
     limit_gap,
-    note_spare,
     over_limit,
+    refuse_block,
     refuse_memory_budget,
     with_shared_graph,
     with_unread,
@@ -135,19 +137,22 @@ class Backend:
         compiler = choice.compiler(request, watch)
         if compiler.may_hold_copies:
             choose_step_copies(request.facts, request.module)
-        if request.agreement is None:
-            if not isinstance(request.module, StageGraphModule):
-                self._warn_of_local_gradients(example_inputs, chosen)
-        elif request.is_new:
+        if request.agreement is None and not isinstance(request.module, StageGraphModule):
+            self._warn_of_local_gradients(example_inputs, chosen)
+        elif request.agreement is not None and request.is_new:
             request.agreement.confirm("compile different collectives", request.lines)
+        refusal: MemoryLimitError | None = None
         try:
             compiled = compiler.compile(gm, example_inputs)
         except MemoryLimitError as error:
-            if request.facts.stage is None or not request.facts.stage.is_block:
+            if not is_limited_block(request.facts):
                 raise
-            return partial(_refuse, error)  # after an error here Dynamo would compile nothing else in this call
+            refusal = error
+        if is_limited_block(request.facts):
+            refusal = agree_on_spare(request, compiler.outcome, refusal, self.agreements)
+            if refusal is not None:  # after an error here Dynamo would compile nothing else in this call
+                return partial(refuse_block, refusal)
         self._warn_of_limit(request, over_limit(request, compiler.outcome))
-        note_spare(request, compiler.outcome, self.agreements)
         inlining = [PassRecord(inline_regions.__name__, Phase.CAPTURE, len(inlined), inlined)] if inlined else []
         watch.finished(replace(compiler.outcome, passes=(*inlining, *compiler.outcome.passes)))
         for wrap in WRAPPERS:
@@ -278,11 +283,6 @@ class Backend:
         if options.strict:
             raise StrictError(message)
         warnings.warn(message, stacklevel=3)
-
-
-def _refuse(error: MemoryLimitError, *args: Any) -> NoReturn:
-    """Raise the error of a block's graph where it would run; the model's forward may begin again as one graph."""
-    raise error
 
 
 def _is_own(error: Exception) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from dsgraph.passes.analysis.budget import StageNeeds
 from dsgraph.passes.analysis.step_memory import AROUND
 from dsgraph.passes.compat import symbolic_expression
 from dsgraph.passes.ir.graph import placeholders
-from dsgraph.passes.memory.fit import least_limit
+from dsgraph.passes.memory.fit import MemoryLimitError, least_limit
 from dsgraph.passes.parallel.stage_graphs import StageGraphModule
 from dsgraph.ranks.agreement import Agreements
 from dsgraph.utils.byte_counts import on_device
@@ -205,18 +205,42 @@ def _bytes(value: Tensor) -> int:
     return value.element_size() * math.prod(size_hint(size) or 0 for size in value.shape)
 
 
-def note_spare(request: CompileRequest, outcome: CompileOutcome, agreements: Agreements) -> None:
-    """Note the memory that a step leaves below the limit that its blocks keep: copies of blocks may stay in it."""
+def agree_on_spare(
+    request: CompileRequest, outcome: CompileOutcome, refusal: MemoryLimitError | None, agreements: Agreements
+) -> MemoryLimitError | None:
+    """Note the memory that a step leaves below the limit that its blocks keep: copies of blocks may stay in it.
+
+    The ranks compare it when they first compile such a block. If one of them cannot keep the limit, none of them tries.
+
+    Args:
+        request: The graph of a block.
+        outcome: The outcome of its compile.
+        refusal: The error of its compile; None if a plan keeps the limit.
+        agreements: What the ranks have agreed on.
+
+    Returns:
+        The error of this rank, or for that of another one; None if all ranks keep the limit.
+    """
     facts, peak = request.facts, outcome.step_peak
-    if facts.stage is None or not facts.stage.is_block or facts.memory_limit is None or peak is None:
-        return
-    assert request.module is not None
+    assert request.module is not None and facts.memory_limit is not None
     (state,) = partition_states(request.module)
-    own = max(0, facts.memory_limit - least_limit(peak, fuses=facts.fuses))
+    own = None if peak is None else max(0, facts.memory_limit - least_limit(peak, fuses=facts.fuses))
     lines = ["beside blocks", f"within {facts.memory_limit}", *request.unit.blocks]
-    spare = agreements.over(state.mesh).least_spare(lines, lambda: own)
-    assert spare is not None
-    state.plan.note_spare(spare)
+    spare = agreements.over(state.mesh).least_spare(lines, lambda: -1 if refusal is not None else own)
+    if refusal is None and spare == -1:
+        return MemoryLimitError("memory_limit cannot be kept on another rank, with blocks as graphs of their own")
+    state.plan.note_spare(max(0, spare or 0))
+    return refusal
+
+
+def refuse_block(error: MemoryLimitError, *args: Any) -> NoReturn:
+    """Raise the error of a block's graph where it would run; the model's forward may begin again as one graph."""
+    raise error
+
+
+def is_limited_block(facts: CaptureFacts) -> bool:
+    """Return True for the graph of a block that is planned for a limit."""
+    return facts.stage is not None and facts.stage.is_block
 
 
 def is_counted_around(request: CompileRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def _as_root(forward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return forward(self, *args, **kwargs)
         except MemoryLimitError as error:
-            raise min(refused, error, key=lambda each: each.least) from None
+            raise min(refused, error, key=lambda each: each.least or math.inf) from None
 
     only_inlined(forward_as_root)
     return forward_as_root
@@ -128,7 +129,8 @@ class _Before:
     @torch.no_grad()
     def give_up_blocks(self, error: MemoryLimitError) -> None:
         """Compile the model as one graph from now on: a plan of the whole step may keep a smaller limit."""
-        self.limit.refuse(f"with blocks a step takes {error.least:,} bytes at least")
+        least = f"with blocks a step takes {error.least:,} bytes at least"
+        self.limit.refuse(least if error.least else str(error))
         torch.set_rng_state(self.random)
         for buffer, value in self.buffers:
             buffer.copy_(value)
