@@ -308,7 +308,7 @@ _QUESTIONS: Mapping[str, tuple[str, tuple[str, str, str], tuple[str, str, str]]]
             "activations-cpu",
             "gpt, eager: step at the memory of torch's budget 0.2",
         ),
-        ("seconds of planning, 96 layers", "limits-cpu", "planning, 96 layers"),
+        ("activations on disk, step time over computing or the disk", "limits-cpu", "disk: step over"),
     ),
     "links": (
         "How fast is a step over a slow network?",
