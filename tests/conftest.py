@@ -13,7 +13,7 @@ from hypothesis import settings
 from tests.covering import mark_members
 from tests.distributed.ranks import Processes, Ranks
 
-pytest_plugins = ["tests.families"]
+pytest_plugins = ["tests.families", "tests.distributed.allocations"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before the choice by markers

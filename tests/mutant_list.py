@@ -1327,7 +1327,7 @@ PARALLEL = (
     ),
     Mutant(
         *("copies-of-blocks-never-stay", "dsgraph/partitioning/blocks/block_plan.py", "wrong branch"),
-        *("BlockPlan._choose_staying", "if self.limit.spare else 0", "if not self.limit.spare else 0"),
+        *("BlockPlan._choose_staying", "if spare else 0", "if not spare else 0"),
         killers=("tests/distributed/test_block_limits.py",),
     ),
     Mutant(

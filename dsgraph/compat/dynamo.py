@@ -133,11 +133,6 @@ def options_of_calls() -> Mapping[str, Any]:
     return getattr(compiler, "kwargs", {}).get("options") or {}
 
 
-def forget_compiles() -> None:
-    """Forget all compiled functions of the process, also those that Dynamo has decided to run uncompiled."""
-    torch.compiler.reset()
-
-
 def keep_static(tensor: torch.Tensor) -> None:
     """Tell Dynamo that no size of `tensor` ever changes, even where everything else is dynamic."""
     torch._dynamo.mark_static(tensor)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,27 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsgraph
-from benchmarks.memory import AllocationCounter, build_counter
 from dsgraph.passes.memory.fit import PLANNED, MemoryLimitError
 from examples.gpt import GPT, GPTConfig
+from tests.distributed.allocations import counter_of
 from tests.distributed.training import full
 
 pytestmark = pytest.mark.distributed
 
 ROWS, TIME, VOCAB = 4, 64, 256
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> str:
-    found = build_counter(tmp_path_factory.mktemp("counter"))
-    if found is None:
-        pytest.skip("no C++ compiler")
-    return str(found)
-
-
-@cache
-def _counter(library: str) -> AllocationCounter:
-    return AllocationCounter(Path(library))
 
 
 def _gpt() -> nn.Module:
@@ -77,7 +62,7 @@ def _train(
     """Return the measured peak of a step, losses and gradients, and the report."""
     torch._dynamo.reset()
     gc.collect()
-    counter = _counter(library)
+    counter = counter_of(library)
     before = counter.live
     torch.manual_seed(0)
     model = dsgraph.partition(BUILDS[case](), stage=3, keep_whole_below=12, **how)

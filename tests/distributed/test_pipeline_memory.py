@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,27 +13,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
-from benchmarks.memory import AllocationCounter, build_counter
+from benchmarks.memory import AllocationCounter
 from dsgraph.passes.memory.fit import MemoryLimitError
 from dsgraph.utils.errors import ConfigError, OptionError
 from examples.gpt import GPT, GPTConfig
+from tests.distributed.allocations import counter_of
 
 pytestmark = pytest.mark.distributed
 
 COUNT, ROWS, TIME = 4, 2, 64
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> str:
-    found = build_counter(tmp_path_factory.mktemp("counter"))
-    if found is None:
-        pytest.skip("no C++ compiler")
-    return str(found)
-
-
-@cache
-def _counter(library: str) -> AllocationCounter:
-    return AllocationCounter(Path(library))
 
 
 def _batch(step: int) -> tuple[Tensor, Tensor]:
@@ -82,7 +68,7 @@ def _of_all(value: Any) -> list[Any]:
 
 def _keeps(library: str, how: dict[str, Any]) -> tuple[int, int]:
     """Return the least limit, which errors name, and the peak without a limit."""
-    counter, limit, found = _counter(library), 1000, None
+    counter, limit, found = counter_of(library), 1000, None
     free, usual, _ = _train(counter, None, **how)
     free = max(_of_all(free))
     while found is None:

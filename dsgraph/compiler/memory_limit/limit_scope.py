@@ -104,13 +104,19 @@ def bound_sizes(gm: GraphModule, inputs: Sequence[Any], capture: Capture) -> str
 
 
 def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
-    """Return why the plan that ranks agreed on exceeds the limit for this rank's batch; empty if it does not."""
+    """Return why what ranks agreed on exceeds the limit for this rank's batch; empty if it does not."""
     limit = request.facts.memory_limit
-    if outcome.step_peak is None or limit is None or outcome.step_peak <= limit:
+    if outcome.step_peak is None or limit is None:
         return ""
+    states = partition_states(request.module) if request.module is not None else []
+    copies = sum(state.plan.limit.staying for state in states) if is_limited_block(request.facts) else 0
+    takes = outcome.step_peak + copies
+    if takes <= limit:
+        return ""
+    what = "keep as many gathered parameters as with" if copies else "use the plan of"
     return (
-        f"all ranks use the plan of the first batch, with which this batch takes {outcome.step_peak:,} bytes of "
-        f"{limit:,}: begin with the largest batch, or raise the limit"
+        f"all ranks {what} the first batch, and this batch takes {takes:,} bytes of {limit:,}: begin with the largest "
+        "batch, or raise the limit"
     )
 
 

@@ -32,7 +32,7 @@ from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.utils.errors import PartitionError
 
-from .fake_run import FakeRun
+from .fake_values import FakeRun
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 

@@ -15,7 +15,7 @@ from torch.fx import Node
 from dsgraph.passes.parallel.stage_graphs import StageGraph
 
 from .captured_model import CapturedModel
-from .fake_run import fake_values
+from .fake_values import fake_values
 from .schedule_order import SCHEDULES
 from .stage_modules import LossOf, StageModule, TimedStage, stage_buffers
 

@@ -37,7 +37,7 @@ class Plan(Protocol):
         operations: The model's operations, which ranks compare.
         forwards: Number of forwards so far.
         gathers_ahead: False if nothing is gathered before its use.
-        limit: What is known about a `memory_limit`.
+        limit: The state of a `memory_limit`.
     """
 
     operations: ModelOperations

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dsgraph.compat.autograd import in_transform
 from dsgraph.compat.compiled import allowing_recompiles, recompile_limit
-from dsgraph.compat.dynamo import forget_compiles, is_set, only_inlined, options_of_calls
+from dsgraph.compat.dynamo import is_set, only_inlined, options_of_calls
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.passes.analysis.block_memory import AroundBlocks
@@ -134,7 +134,7 @@ class _Before:
         torch.set_rng_state(self.random)
         for buffer, value in self.buffers:
             buffer.copy_(value)
-        forget_compiles()
+        torch.compiler.reset()  # what Dynamo has decided to run uncompiled is compiled now
 
 
 @torch.compiler.disable
@@ -163,7 +163,7 @@ def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: 
         sizes at different times, so only the first may still be compiled as one graph.
     """
     part = held_by(model).partition
-    limit, batch = part.plan.limit, (model.training, kinds_of((args, kwargs)))
+    limit, batch = part.plan.limit, (model.training, kinds_of((args, kwargs), with_numbers=False))
     if part.root is not model or not part.plan.blocks:
         return None
     is_first = limit.begin(value)

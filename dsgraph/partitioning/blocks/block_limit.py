@@ -20,8 +20,8 @@ class BlockLimit:
         counted: Kind of batch -> `around` for it.
         needs_one_graph: Why the limit needs one graph; empty if blocks can keep it.
         planned: The most of `around` for which a block was planned; None before that.
-        spare: Bytes of the limit that a step leaves, the same on all ranks.
-        left: Those of them that no copies of blocks take.
+        spare: Bytes of the limit that a step leaves, the least of all ranks and kinds of blocks; None if unknown.
+        staying: Bytes of the copies of blocks that stay in them.
     """
 
     value: object = None
@@ -31,13 +31,19 @@ class BlockLimit:
     counted: dict[Hashable, AroundBlocks] = field(default_factory=dict)
     needs_one_graph: str = ""
     planned: AroundBlocks | None = None
-    spare: int = 0
-    left: int = 0
+    spare: int | None = None
+    staying: int = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes of the limit that nothing takes."""
+        return (self.spare or 0) - self.staying
 
     def begin(self, value: object) -> bool:
         """Note the limit of a forward; return True until one under this limit has returned."""
         if value != self.value:
             self.value, self.is_settled, self.is_kept, self.needs_one_graph = value, False, False, ""
+            self.planned = self.spare = None
         return not self.is_settled
 
     def note_planned(self, around: AroundBlocks) -> None:
@@ -66,4 +72,4 @@ class BlockLimit:
 
     def refuse(self, reason: str) -> None:
         """Note that the limit needs one graph."""
-        self.is_kept, self.around, self.spare, self.needs_one_graph = False, None, 0, reason
+        self.is_kept, self.around, self.spare, self.needs_one_graph = False, None, None, reason

@@ -40,7 +40,7 @@ class BlockPlan:
         gathers_ahead: False if the graphs were compiled with `overlap_comm=False`: nothing is gathered before its use,
             and reductions are finished at once.
         in_step: True while further micro-batches of a step follow, for which a limit leaves memory.
-        limit: What is known about a `memory_limit`. What it leaves holds copies of the last blocks for the backward.
+        limit: The state of a `memory_limit`. Memory that it leaves holds copies of the last blocks for the backward.
     """
 
     operations: ModelOperations
@@ -138,7 +138,8 @@ class BlockPlan:
 
     def note_spare(self, spare: int) -> None:
         """Note the bytes of a limit that a step leaves on all ranks."""
-        self.limit.spare = spare
+        known = self.limit.spare
+        self.limit.spare = spare if known is None else min(known, spare)
         self._choose_staying()
 
     def note_step(self, stepped: Collection[int]) -> None:
@@ -263,10 +264,11 @@ class BlockPlan:
     def _choose_staying(self) -> None:
         """Choose the blocks whose copies stay for the backward: the last one, and those before it that fit."""
         sizes = accumulate(block.memory().copies for block in self._order[-2::-1])
-        number = sum(size <= self.limit.spare for size in sizes) if self.limit.spare else 0
+        spare = self.limit.spare or 0
+        number = sum(size <= spare for size in sizes) if spare else 0
         self._staying = frozenset(self._order[-1 - number :])
         stay = self._order[-1 - number : -1] if number else ()
-        self.limit.left = self.limit.spare - sum(block.memory().copies for block in stay)
+        self.limit.staying = sum(block.memory().copies for block in stay)
 
     def _start_neighbour(self, block: BlockCopies, step: int) -> None:
         if not self.gathers_ahead or block not in self._order:

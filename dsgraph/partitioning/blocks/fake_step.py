@@ -149,10 +149,15 @@ def _without_values(
     return fakes, made.forward
 
 
-def kinds_of(values: Any) -> Hashable:
-    """Return what distinguishes arguments of a forward on which its memory may depend."""
+def kinds_of(values: Any, *, with_numbers: bool = True) -> Hashable:
+    """Return what distinguishes arguments of a forward on which its memory may depend.
+
+    Args:
+        values: The arguments.
+        with_numbers: False leaves numbers out, such as that of a step, which are others in each call.
+    """
     leaves, structure = flatten_tree(values)
-    return (str(structure), *map(_kind_of, leaves))
+    return (str(structure), *(_kind_of(value, with_numbers=with_numbers) for value in leaves))
 
 
 def _drop_gradient(param: Tensor) -> None:
@@ -179,10 +184,9 @@ def _losses(outputs: Any) -> list[Tensor]:
     return [value for value in trained if not value.dim()] or trained
 
 
-def _kind_of(value: Any) -> Hashable:
-    """Return what the results of a block may depend on."""
+def _kind_of(value: Any, *, with_numbers: bool) -> Hashable:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (bool, str)) or (with_numbers and isinstance(value, (int, float))):
         return value
     return str(type(value))

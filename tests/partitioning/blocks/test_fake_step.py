@@ -160,3 +160,29 @@ def test_an_object_among_the_arguments_is_not_changed():
     found = around_blocks(model, state.parameters, (torch.randn(ROWS, WIDTH), losses), {})
     assert found == "an argument is a Losses, in which the forward may keep a value"
     assert not losses.found
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_larger_batch_beside_copies_that_stay_is_told():
+    model = dsgraph.partition(_Model(), stage=3, keep_whole_below=0)
+    memory = _step(10**8, model, torch.randn(64, WIDTH)).memory
+    limit = memory.peak - memory.parts["gathered copies"] + 5_000
+    model = dsgraph.partition(_Model(), stage=3, keep_whole_below=0)
+    with pytest.warns(UserWarning, match="keep as many gathered parameters as with the first batch"):
+        report = _step(limit, model, torch.randn(8, WIDTH), torch.randn(64, WIDTH))
+    assert any("begin with the largest batch" in gap for gap in report.limit_gaps)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_numbers_among_the_arguments_are_no_new_batch():
+    class Numbered(_Model):
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            return super().forward(x) * (1 + 0 * step)
+
+    model = dsgraph.partition(Numbered(), stage=3, keep_whole_below=0)
+    compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": 10**8})
+    for step in range(4):
+        compiled(torch.randn(8, WIDTH), step).backward()
+        model.zero_grad()
+    (state,) = partition_states(model)
+    assert len(state.plan.limit.counted) == 1

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.compat.tensors import map_tensors
 from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
-from dsgraph.parallel.pipeline.fake_run import fake_values
+from dsgraph.parallel.pipeline.fake_values import fake_values
 from dsgraph.parallel.pipeline.model_copy import default_device, without_values
 from dsgraph.parallel.pipeline.stage_modules import LossOf, StageModule
 from dsgraph.parallel.pipeline.stage_values import fetch_missing
