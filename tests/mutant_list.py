@@ -697,7 +697,7 @@ BLOCKS = (
     ),
     Mutant(
         *("light-graphs-that-gather", "dsgraph/compiler/around_blocks.py", "ranks differ"),
-        *("options_of_graph", "any(one.is_shard() for one in value.placements)", "False"),
+        *("options_of_graph", "and split_dims(value)", "and False"),
         killers=("tests/compiler/test_around_blocks.py",),
     ),
     Mutant(
@@ -879,7 +879,7 @@ VERIFIER = (
 ENGINE = (
     Mutant(
         *("key-in-a-refused-layout", "dsgraph/engine/config/conditions.py", "missing check"),
-        *("check_keys", "and not entry.parallel", "and False"),
+        *("check_keys", "and not entry.stages", "and False"),
         killers=("tests/engine/config/test_conditions.py",),
     ),
     Mutant(
@@ -1432,8 +1432,28 @@ PARALLEL = (
     ),
     Mutant(
         *("mpu-slices-counted-once", "dsgraph/optim/gradient_norm.py", "unsummed norm"),
-        *("gradients_of", "if entry.name in sliced", "if False"),
+        *("gradients_of", "held |= dict.fromkeys(sliced, slicing)", ""),
         killers=("tests/engine/integrations/test_mpu.py",),
+    ),
+    Mutant(
+        *("partitioned-slices-counted-once", "dsgraph/optim/gradient_norm.py", "unsummed norm"),
+        *("gradients_of", "held = {entry.name: entry.spec.held.group", "held = {'': entry.spec.held.group"),
+        killers=("tests/distributed/test_parallelize.py::test_the_engine_trains_two_stages_and_goes_on_with_slices",),
+    ),
+    Mutant(
+        *("slices-of-partitioned-parameters-not-joined", "dsgraph/partitioning/seam.py", "missing step"),
+        *("_unsliced", "spec.held is None", "True"),
+        killers=("tests/distributed/test_partitioned_slices.py",),
+    ),
+    Mutant(
+        *("rows-of-slices-placed-outermost", "dsgraph/partitioning/rows.py", "wrong placement"),
+        *("placements_for", "held is not None and held.dim == 0", "False"),
+        killers=("tests/distributed/test_partitioned_slices.py::test_parameters_are_full_to_users",),
+    ),
+    Mutant(
+        *("rows-of-fused-slices-sharded", "dsgraph/partitioning/partition.py", "missing check"),
+        *("_why_replicated", "held.parts > 1", "False"),
+        killers=("tests/distributed/test_partitioned_slices.py::test_the_report_names_replicated_fused_slices",),
     ),
     Mutant(
         *("sliced-loss-of-ignored-targets", "inductor_ext/collectives/vocabulary.py", "missing check"),
@@ -1458,8 +1478,8 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_evaluation.py",),
     ),
     Mutant(
-        *("outputs-of-the-last-micro-batch", "dsgraph/parallel/pipeline/evaluation/evaluation.py", "missing term"),
-        *("_joined", "torch.cat(list(parts))", "parts[-1]"),
+        *("outputs-of-the-last-micro-batch", "dsgraph/batches.py", "missing term"),
+        *("joined_values", "torch.cat(list(parts))", "parts[-1]"),
         killers=("tests/distributed/test_pipeline_outputs.py",),
     ),
     Mutant(

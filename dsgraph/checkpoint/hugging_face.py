@@ -90,13 +90,14 @@ def load_pretrained(training: Training, folder: Path) -> None:
     in_place = is_on_disk(tensors, optimizer, module_only=True)
     all_or_none(agreement, doing, lambda: there.update(_weights_in(folder, reader)))
     tied, state = tensors.tied, tensors.values
-    wanted = {n: value if in_place else torch.empty_like(value) for n, value in state.items() if n not in tied}
+    wanted = {n: value if in_place else tensors.empty(n, value) for n, value in state.items() if n not in tied}
     names = {name: _name_in(there, name, tied) for name in wanted}
     all_or_none(agreement, doing, lambda: _check(wanted, there, names))
     # The reader converts dtypes itself.
     found = {names[name]: value for name, value in wanted.items()}
     read_into(found, reader, tensors, doing=doing, optimizer=optimizer, module_only=True, in_place=in_place)
     if not in_place:
+        wanted |= {name: tensors.own(name, wanted[name]) for name in tensors.slices if name in wanted}
         tensors.put({name: wanted[tied.get(name, name)] for name in state})
 
 

@@ -151,14 +151,8 @@ def _model_to_read(tensors: ModelTensors, known: dict[str, Any], *, in_place: bo
     found: dict[str, Tensor] = {}
     for name, value in tensors.values.items():
         if isinstance(value, Tensor) and (name not in tensors.tied or f"model.{name}" in known):
-            found[f"model.{name}"] = value if in_place else _empty(tensors, name, value)
+            found[f"model.{name}"] = value if in_place else tensors.empty(name, value)
     return found
-
-
-def _empty(tensors: ModelTensors, name: str, value: Tensor) -> Tensor:
-    if name in tensors.slices:  # in host memory: the device has no room for the full tensors
-        return torch.empty(tensors.sizes[name], dtype=value.dtype)
-    return torch.empty_like(value)
 
 
 def _optimizer_to_read(tensors: ModelTensors, optimizer: Optimizer | None, known: dict[str, Any]) -> dict[str, Tensor]:
@@ -200,7 +194,7 @@ def _state_to_read(
                 f"to disk yet: load it into an engine without offload_optimizer, or {MODEL_ALONE}"
             )
         if is_sliced:
-            empty = torch.empty(about.size, dtype=about.properties.dtype)  # as in `_empty`
+            empty = torch.empty(about.size, dtype=about.properties.dtype)
         elif empty is None:
             empty = hooks.empty_state(param, key, about.size, about.properties.dtype)
         if empty is not None:

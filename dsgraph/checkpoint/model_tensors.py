@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext import resolve_group
-from dsgraph.partitioning.rows import distributed_like, own_part, rows_like
+from dsgraph.partitioning.rows import distributed_like, own_part, rows_like, split_dims
 from dsgraph.partitioning.state import partition_states
-from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.utils.errors import CheckpointError
 
 from .weight_files import describe
@@ -50,14 +49,17 @@ class ModelTensors:
     @classmethod
     def of(cls, module: nn.Module) -> ModelTensors:
         """Return the tensors of a partitioned model, of which each rank has all names."""
-        values = module.state_dict()
+        values, (part, *_) = module.state_dict(), partition_states(module)
+        entries = {id(entry.param): entry.spec.held for entry in part.parameters if entry.spec.held is not None}
+        tp = 1 if part.tensor_mesh is None else part.tensor_mesh.size()
         return cls(
             parameters=dict(module.named_parameters()),
             values=values,
             sizes={name: value.shape for name, value in values.items() if isinstance(value, Tensor)},
             description=describe(module),
             put=module.load_state_dict,
-            layout={"dp": dist.get_world_size(), "tp": 1, "pp": 1},
+            layout={"dp": part.mesh.size(), "tp": tp, "pp": 1},
+            slices={name: entries[id(param)] for name, param in module.named_parameters() if id(param) in entries},
             is_on_disk=any(entry.tier == "disk" for part in partition_states(module) for entry in part.parameters),
         )
 
@@ -72,7 +74,16 @@ class ModelTensors:
         held = self.slices.get(name)
         if held is None or value.shape != self.parameters[name].shape:
             return value
-        return held.full(value.full_tensor() if isinstance(value, DTensor) else value.detach())
+        if not isinstance(value, DTensor):
+            return held.full(value.detach())
+        full = value.full_tensor()  # in a pipeline the slice, gathered over data-parallel ranks
+        return full if full.shape == self.sizes[name] else held.full(full)
+
+    def empty(self, name: str, value: Tensor) -> Tensor:
+        """Return memory into which a tensor is read; the full one of a slice, which the device may have no room for."""
+        if name in self.slices:
+            return torch.empty(self.sizes[name], dtype=value.dtype)
+        return torch.empty_like(value)
 
     def check_state(self, name: str, key: str, value: Tensor) -> None:
         """Check that a checkpoint can store the optimizer's state of a parameter for every layout.
@@ -112,14 +123,13 @@ class ModelTensors:
         """Return this rank's part of a full tensor of which it has a slice. Only that part is moved to the device."""
         held, param = self.slices[name], self.parameters[name]
         piece = held.own(full, resolve_group(held.group).rank())
-        return distributed_like(param, rows_like(param, piece).to(own_part(param).device))
+        return distributed_like(param, rows_like(param, piece, slicing=held.group).to(own_part(param).device))
 
 
 def _is_split(param: Tensor) -> bool:
     if not isinstance(param, DTensor):
         return False
-    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-    return any(placement.is_shard() and size > 1 for placement, size in sizes)
+    return any(param.device_mesh.size(dim) > 1 for dim in split_dims(param))
 
 
 @torch.no_grad()

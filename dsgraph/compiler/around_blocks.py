@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Interpreter
 from torch.utils.flop_counter import FlopCounterMode
 
+from dsgraph.partitioning.rows import split_dims
 from dsgraph.passes.analysis.sizes import tensor_bytes
 
 from .fake_run import on_fakes
@@ -38,7 +39,7 @@ def options_of_graph(
     is_chosen = "codegen" in options.model_fields_set or options.inductor or mode is not None
     if is_chosen or not capture.is_around_blocks:
         return options
-    if any(isinstance(value, DTensor) and any(one.is_shard() for one in value.placements) for value in inputs):
+    if any(isinstance(value, DTensor) and split_dims(value) for value in inputs):
         return options
     return options.model_copy(update={"codegen": "eager"}) if _is_light(gm, inputs) else options
 

@@ -213,7 +213,7 @@ class Backend:
     def _agreed(self, request: CompileRequest, gm: GraphModule, choice: CompilerChoice) -> CompileRequest:
         """Return the request, extended by what the ranks of the mesh agree on."""
         facts, inputs, options = request.facts, request.inputs, request.options
-        mesh = partitioned_mesh(inputs, facts)
+        mesh = partitioned_mesh(inputs, facts, request.module)
         assert mesh is not None
         agreement = self.agreements.over(mesh)
         names = dict(request.communication.parameters)

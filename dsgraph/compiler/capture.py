@@ -44,19 +44,20 @@ def read_facts(
     params: dict[int, ParameterSpec] = {}
     roles = _input_roles(gm, inputs, module, unit)
     known: dict[int, tuple[ParameterState, dict[str, Any]]] = {}
+    data_axes: dict[int, tuple[MeshAxis, ...]] = {}
+    roles |= {number: replace(roles[number], slice_group=group) for number, group in sliced.items()}
+    axes |= {group: _tensor_axis(_tensor_mesh(inputs, module, group), group) for group in sliced.values()}
     for state in _states(inputs, module):
         tier = state_tier(state, device_type=_device_type(inputs))
         known |= {id(entry.param): (entry, tier) for entry in state.parameters}
+        data_axes |= {id(entry.param): state.axes for entry in state.parameters}
     for entry, _ in known.values():
         for transform in entry.transforms:
             transform.attach(entry.param)
     for number, value in enumerate(inputs):
         if not isinstance(value, DTensor):
             continue
-        if number in sliced:
-            roles[number] = replace(roles[number], slice_group=sliced[number])
-            axes[sliced[number]] = _tensor_axis(value.device_mesh, sliced[number])
-        found = [axis for axis in mesh_axes(value.device_mesh) if axis.group in groups]
+        found = [axis for axis in data_axes.get(id(value)) or mesh_axes(value.device_mesh) if axis.group in groups]
         if not found:
             continue  # somebody else's DTensor
         axes.update({axis.group: axis for axis in found})
@@ -105,9 +106,20 @@ def _sliced_inputs(gm: GraphModule) -> dict[int, str]:
     return found
 
 
+def _tensor_mesh(inputs: Sequence[Any], module: nn.Module | None, group: str) -> DeviceMesh:
+    """Return a mesh with the ranks that share parameters: that of a partitioned model, or of a parameter."""
+    meshes = [state.tensor_mesh for state in _states(inputs, module)]
+    meshes += [value.device_mesh for value in inputs if isinstance(value, DTensor)]
+    return next(mesh for mesh in meshes if mesh is not None and group in _groups(mesh))
+
+
+def _groups(mesh: DeviceMesh) -> list[str]:
+    return [axis_group(mesh, dim).group_name for dim in range(mesh.ndim)]
+
+
 def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
     """Return the axis of a mesh over which operators are tensor-parallel."""
-    dim = next(dim for dim in range(mesh.ndim) if axis_group(mesh, dim).group_name == group)
+    dim = _groups(mesh).index(group)
     name = (mesh.mesh_dim_names or ("tensor",) * mesh.ndim)[dim]
     own = axis_group(mesh, dim)
     return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
@@ -147,7 +159,9 @@ def _input_roles(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | Non
     for entry in (entry for state in _states(inputs, module) for entry in state.parameters):
         name = names.get(id(entry.param), entry.name)
         for role, tensor in _tensors_of(entry):
-            known.setdefault(id(tensor), GraphInput(role, name, model_name=unit.shared_name(entry.name)))
+            group = entry.spec.held.group if entry.spec.held is not None else ""
+            item = GraphInput(role, name, slice_group=group, model_name=unit.shared_name(entry.name))
+            known.setdefault(id(tensor), item)
     buffers = {id(buffer) for buffer in module.buffers()} if module is not None else set()
     found: dict[int, GraphInput] = {}
     for number, (node, value) in enumerate(zip(placeholders(gm), inputs, strict=True)):
@@ -221,12 +235,13 @@ def _shard_shape(value: DTensor) -> tuple[int, ...]:
         return tuple(value.to_local().shape)
 
 
-def partitioned_mesh(inputs: Sequence[Any], facts: CaptureFacts) -> DeviceMesh | None:
+def partitioned_mesh(inputs: Sequence[Any], facts: CaptureFacts, module: nn.Module | None) -> DeviceMesh | None:
     """Return the mesh of the graph's partitioned or tensor-parallel parameters; None if it has neither."""
-    for number in (*facts.params, *_sliced_numbers(facts)):
-        mesh: DeviceMesh = inputs[number].device_mesh
-        return mesh
-    return None
+    sliced = _sliced_numbers(facts)
+    for number in (*facts.params, *sliced):
+        if isinstance(inputs[number], DTensor):
+            return inputs[number].device_mesh
+    return _tensor_mesh(inputs, module, facts.roles[sliced[0]].slice_group) if sliced else None
 
 
 def _sliced_numbers(facts: CaptureFacts) -> list[int]:

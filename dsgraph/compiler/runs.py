@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 from torch.fx import GraphModule, Node
 
 from dsgraph.compat.autograd import compiled_backwards
 from dsgraph.partitioning.state import PartitionState
-from dsgraph.passes import CaptureFacts
+from dsgraph.passes import AxisRole, CaptureFacts, MeshAxis
 from dsgraph.passes.core.collective_order import name_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.ranks.eager_agreement import eager_agreements
-from dsgraph.ranks.mesh import axis_group, mesh_ranks, shard_dim
+from dsgraph.ranks.mesh import mesh_ranks, ranks_along
 from dsgraph.ranks.rank_notes import Intent
 
 Compiled = Callable[..., Any]
@@ -35,12 +34,14 @@ class Communication:
         parameters: Numbers of the inputs that are parameters, each with the parameter's full name.
         in_forward: True if the forward communicates.
         in_backward: True if a backward does.
+        gathers: True if the forward gathers rows of parameters.
         place: Where the graph comes from: "Net.forward (net.py)".
     """
 
     parameters: tuple[tuple[int, str], ...] = ()
     in_forward: bool = False
     in_backward: bool = False
+    gathers: bool = False
     place: str = ""
 
     @staticmethod
@@ -61,6 +62,7 @@ class Communication:
             parameters=tuple(names.items()),
             in_forward=gathers or own,
             in_backward=training and bool(markers or own),
+            gathers=gathers,
             place=place,
         )
 
@@ -70,7 +72,11 @@ class Communication:
 
 
 def compare_runs(
-    compiled: Compiled, communication: Communication, mesh: DeviceMesh, states: Sequence[PartitionState]
+    compiled: Compiled,
+    communication: Communication,
+    mesh: DeviceMesh,
+    axes: Sequence[MeshAxis],
+    states: Sequence[PartitionState],
 ) -> Compiled:
     """Return `compiled` with a comparison of each run between ranks, before its collectives.
 
@@ -78,11 +84,13 @@ def compare_runs(
         compiled: A compiled graph, called with the graph's inputs.
         communication: The communication of the graph.
         mesh: Mesh of its parameters.
+        axes: The axes of this mesh over which the graph communicates.
         states: The partitioned models whose parameters it reads.
     """
     if not communication.in_forward and not communication.in_backward:
         return compiled
-    of_rows = tuple(sorted(dist.get_process_group_ranks(axis_group(mesh, shard_dim(mesh)))))
+    roles = {AxisRole.TENSOR} | ({AxisRole.SHARD} if communication.gathers else set())
+    of_forward = ranks_along(mesh, {axis.group for axis in axes if axis.role in roles})
     of_mesh = tuple(sorted(mesh_ranks(mesh)))
     weak_states = [weakref.ref(state) for state in states]
 
@@ -95,7 +103,7 @@ def compare_runs(
         names = communication.names(args)
         forward: AbstractContextManager[None] = nullcontext()
         if communication.in_forward:
-            agreement = eager_agreements.over(mesh, of_mesh if trains else of_rows)
+            agreement = eager_agreements.over(mesh, of_mesh if trains else of_forward)
             does = "runs the compiled forward" + " without gradients" * (not torch.is_grad_enabled())
             forward = agreement.on(intent(does, names))
         with forward:

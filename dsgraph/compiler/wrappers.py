@@ -64,11 +64,11 @@ def gather_blocks(compiled: Compiled, request: CompileRequest, compiler: GraphCo
 
 def compare_ranks(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
     """Return `compiled` with a comparison of each run between ranks, before its collectives."""
-    mesh = partitioned_mesh(request.inputs, request.facts)
+    mesh = partitioned_mesh(request.inputs, request.facts, request.module)
     if mesh is None:
         return compiled
     states = partition_states(request.module) if request.module is not None else []
-    return compare_runs(compiled, request.communication, mesh, states)
+    return compare_runs(compiled, request.communication, mesh, request.facts.axes, states)
 
 
 def watch_added_sums(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.state import partition_states
+from dsgraph.partitioning.state import held_by, partition_states
 from dsgraph.partitioning.transforms.compress import compress, own_chunk, ranks_of, stop_compressing, why_not_compressed
 from dsgraph.partitioning.transforms.compression import Compression
 from dsgraph.ranks.first_rank import print_notes
@@ -163,8 +163,9 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
         return errors[key] if size == errors[key].shape else None
 
     def _no_errors(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        zeros = torch.zeros(param.numel(), device=param.device)
-        return zeros, torch.zeros_like(own_chunk(zeros, ranks_of(self._entries()[param])))
+        entry = self._entries()[param]
+        zeros = torch.zeros(entry.spec.numel, device=param.device)
+        return zeros, torch.zeros_like(own_chunk(zeros, ranks_of(entry)))
 
     def _check(self) -> None:
         if self._is_checked:
@@ -241,7 +242,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
 
 def _as_state(entry: ParameterState, worker_error: Tensor, owner_error: Tensor) -> dict[str, Tensor]:
     """Return errors as a checkpoint stores them: each rank has a part of one tensor."""
-    mesh, numel = entry.param.device_mesh, entry.param.numel()
+    mesh, numel = held_by(entry.owners[0][0]).partition.mesh, entry.spec.numel
     shape = torch.Size([mesh.size(), numel])
     return {
         "worker_error": DTensor.from_local(

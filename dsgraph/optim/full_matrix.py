@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.partitioning.guards import NEED_ALL_ROWS
-from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.rows import own_part, split_dims
+from dsgraph.utils.errors import PartitionError
 
 from .hooks import WrappedOptimizer, evaluated, hooks_of
 
@@ -134,11 +135,17 @@ def whole_where_needed(optimizer: Optimizer) -> Optimizer:
 
 def _group_of(param: Tensor) -> dist.ProcessGroup | None:
     """Return the ranks over which the rows of a parameter are sharded; None for a replicated one."""
-    if isinstance(param, DTensor):
-        for dim, placement in enumerate(param.placements):
-            if isinstance(placement, Shard):
-                return param.device_mesh.get_group(dim)
-    return None
+    dims = split_dims(param)
+    if not dims:
+        return None
+    assert isinstance(param, DTensor)
+    if len(dims) > 1 or param.placements[dims[0]] != Shard(0):
+        raise PartitionError(
+            "an optimizer of full matrices, such as Muon, has no rank that could compute with a tensor-parallel "
+            f"parameter of shape {list(param.shape)}: choose an element-wise optimizer, or use ZeRO without tensor "
+            "parallelism"
+        )
+    return param.device_mesh.get_group(dims[0])
 
 
 def _leaf(weight: Tensor, grad: Tensor) -> Tensor:

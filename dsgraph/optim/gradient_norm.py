@@ -102,14 +102,16 @@ def gradients_of(
         sliced: Names of the parameters that the model's own code has made tensor-parallel over the ranks of `slicing`.
         slicing: Name of their process group; empty if there is none.
     """
+    held = {entry.name: entry.spec.held.group for entry in partition.parameters if entry.spec.held is not None}
+    held |= dict.fromkeys(sliced, slicing)
     groups = dict.fromkeys(entry.spec.group for entry in partition.parameters if entry.spec.group)
     parts = []
     for entry in partition.parameters:
         if entry.param.grad is not None:
-            split = {entry.spec.group, slicing if entry.name in sliced else ""} - {""}
+            split = {entry.spec.group, held.get(entry.name, "")} - {""}
             parts.append(GradientPart(own_part(entry.param.grad), frozenset(split)))
     device = partition.parameters[0].param.device
-    return LocalGradients(parts, (*groups, *([slicing] if slicing else [])), device)
+    return LocalGradients(parts, (*groups, *dict.fromkeys([*held.values(), *([slicing] if slicing else [])])), device)
 
 
 def _square(grads: Sequence[Tensor]) -> Tensor:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.rows import own_part, split_dims
 
 from .hooks import evaluated
 
@@ -101,10 +101,8 @@ def norms_of(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, T
     squares = [torch.stack([part.square().sum(dtype=torch.float32) for part in pair]) for _, *pair in parts]
     split: dict[dist.ProcessGroup, list[int]] = defaultdict(list)
     for number, (param, *_) in enumerate(parts):
-        if isinstance(param, DTensor):
-            for dim, placement in enumerate(param.placements):
-                if isinstance(placement, Shard):
-                    split[param.device_mesh.get_group(dim)].append(number)
+        for dim in split_dims(param):
+            split[param.device_mesh.get_group(dim)].append(number)  # type: ignore[attr-defined]
     for group, numbers in split.items():
         together = torch.stack([squares[number] for number in numbers])
         dist.all_reduce(together, group=group)

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.rows import own_part, split_dims
 
 from .compressed_optimizer import FREEZE_STEP, CompressingOptimizer, Momentum
 from .lamb import Lamb, norms_of
@@ -212,12 +212,7 @@ def _over_ranks(momenta: list[Momentum], largest: list[Tensor]) -> list[Tensor]:
         return []
     together = torch.stack(largest)
     split = [param for param in (each.param for each in momenta) if isinstance(param, DTensor)]
-    groups = {
-        param.device_mesh.get_group(dim)
-        for param in split
-        for dim, placement in enumerate(param.placements)
-        if isinstance(placement, Shard)
-    }
-    for group in groups:  # one: a mesh of one dimension
+    groups = {param.device_mesh.get_group(dim): None for param in split for dim in split_dims(param)}
+    for group in groups:
         dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
     return list(together)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.utils.errors import PartitionError
 
 from .parameter import ParameterState
@@ -25,12 +26,14 @@ class Additions:
         parameters: New parameters, which are no shards of the table, by name.
         tied: Further places that hold shards of the table.
         gone: Places of the table that no longer hold their shards.
+        slices: id of each parameter that is this rank's slice of a tensor-parallel one -> how it is sliced.
     """
 
     root: nn.Module
     parameters: dict[str, nn.Parameter]
     tied: list[tuple[ParameterState, Place]]
     gone: list[tuple[ParameterState, Place]]
+    slices: Mapping[int, ParameterSlice] = field(default_factory=dict)
 
 
 def part_to_extend(

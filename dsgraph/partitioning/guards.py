@@ -168,6 +168,12 @@ def _problem(
             f'offload={{"optimizer": "{tier}"}}: use dsgraph.offload_optimizer(optimizer, model) instead'
         )
     needs_all = isinstance(optimizer, NEED_ALL_ROWS) or getattr(optimizer, "needs_full_matrices", False)
+    sliced = next((entry for entry in held if entry.spec.held is not None), None)
+    if needs_all and sliced is not None:
+        return (
+            f"it needs full matrices, and contains {sliced.name!r}, of which each tensor-parallel rank has a slice: "
+            "use an element-wise optimizer, such as AdamW, or a model without tensor parallelism"
+        )
     if needs_all and state.zero.splits_parameters:
         return (
             f"it needs all rows of a parameter at once, and contains {name!r} of a model that was partitioned with "

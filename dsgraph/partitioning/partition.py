@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.passes import AxisRole, ParameterSpec
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.eager_agreement import VARIABLE, patience_of
 from dsgraph.ranks.mesh import mesh_axes, resolve_mesh
+from dsgraph.utils.errors import PartitionError
 
 from .additions import Additions, find_additions, part_to_extend
 from .arguments import KEEP_WHOLE_BELOW, PartitionArguments, check_arguments, check_cast
@@ -28,10 +30,11 @@ from .initialization.buffers import describe_buffer, equalise_buffers, new_buffe
 from .parameter import ParameterState
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
 from .restore import restored_on_error
-from .rows import broadcast_from_first, local_rows, own_row_count, placements_for
+from .rows import broadcast_from_first, local_rows, own_row_count
 from .stages import STAGES
 from .state import PartitionState, partition_states
 from .state_dict.pretrained import methods_for
+from .tensor_slices import take_slices, tensor_mesh
 from .transforms.offloaded import give_places, read_offload, refuse_other_devices
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -123,13 +126,21 @@ def _default_blocks(given: Mapping[str, Any]) -> str:
 
 def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) -> None:
     """Partition a plain model."""
-    additions = Additions(model, dict(model.named_parameters()), [], [])
-    if "offload" in given:
-        refuse_other_devices(additions.parameters, given["offload"])
-    _refuse(additions)
-    mesh = resolve_mesh(mesh, model)
-    part = PartitionState(mesh, mesh_axes(mesh), replace(_DEFAULTS, **given), model, guard)
+    if tensor_mesh(model) is not None and mesh is None:
+        raise PartitionError(
+            "partition: the model is tensor-parallel: pass mesh=, the ranks that hold the same slices, such as "
+            "mesh['dp']"
+        )
     with restored_on_error(model):
+        taken = take_slices(model)
+        refuse_early_optimizers(taken.originals, doing="partition")
+        additions = Additions(model, dict(model.named_parameters()), [], [], taken.by_id)
+        if "offload" in given:
+            refuse_other_devices(additions.parameters, given["offload"])
+        _refuse(additions)
+        mesh = resolve_mesh(mesh, model)
+        arguments = replace(_DEFAULTS, **given)
+        part = PartitionState(mesh, mesh_axes(mesh), arguments, model, guard, tensor_mesh=taken.mesh)
         entries = _apply(additions, part)
         part.operations.number_among_models()
         _add(entries, part)
@@ -167,7 +178,7 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
     changed = f"{len(additions.tied)} tied, {len(additions.gone)} gone"
     buffers = [describe_buffer(name, buffer) for name, *_, buffer in new_buffers(model)]
     call = f"partition({part.arguments}, mesh={tuple(part.mesh.shape)}), {VARIABLE}={patience_of():g}, {changed}"
-    Agreement.over(part.mesh).confirm("partition different models", [call, *table, *buffers])
+    Agreement.over(part.parameter_mesh).confirm("partition different models", [call, *table, *buffers])
 
     part.root = model
     for entry, (module, attribute) in additions.gone:
@@ -176,13 +187,13 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
         entry.owners.append(place)
     owners, entries = _owners(model), []
     for name, param in additions.parameters.items():
-        reason = _why_replicated(param, part)
-        entries.append(
-            ParameterState(_spec_for(name, param, part, whole=bool(reason)), owners[param], part.zero, reason)
-        )
+        held = additions.slices.get(id(param))
+        reason = _why_replicated(param, part, held)
+        spec = _spec_for(name, param, part, held, whole=bool(reason))
+        entries.append(ParameterState(spec, owners[param], part.zero, reason))
     give_places(entries, part)
     for entry, param in zip(entries, additions.parameters.values(), strict=True):
-        _replace(entry, _shard(param, entry, part.mesh))
+        _replace(entry, _shard(param, entry, part))
     equalise_buffers(model, part)
     swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=blocks, root=model))
     if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
@@ -211,7 +222,7 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return owners
 
 
-def _why_replicated(param: nn.Parameter, part: PartitionState) -> str:
+def _why_replicated(param: nn.Parameter, part: PartitionState, held: ParameterSlice | None) -> str:
     """Return why a parameter is replicated; empty if it is sharded."""
     keep_whole_below = part.arguments.keep_whole_below
     if not part.zero.splits_parameters:
@@ -222,10 +233,14 @@ def _why_replicated(param: nn.Parameter, part: PartitionState) -> str:
         return "empty"
     if param.numel() < keep_whole_below:
         return f"below keep_whole_below={keep_whole_below}"
+    if held is not None and held.dim == 0 and held.parts > 1 and part.mesh.size() > 1:
+        return f"fused of {held.parts} tensor-parallel parts, whose rows no DTensor placement can shard further"
     return ""
 
 
-def _spec_for(name: str, param: nn.Parameter, part: PartitionState, *, whole: bool) -> ParameterSpec:
+def _spec_for(
+    name: str, param: nn.Parameter, part: PartitionState, held: ParameterSlice | None, *, whole: bool
+) -> ParameterSpec:
     split_over = [axis.group for axis in part.axes if axis.role is AxisRole.SHARD and not whole]
     floating, arguments = param.is_floating_point(), part.arguments
     shape = tuple(param.shape)
@@ -239,11 +254,12 @@ def _spec_for(name: str, param: nn.Parameter, part: PartitionState, *, whole: bo
         param_dtype=arguments.param_dtype if floating and arguments.param_dtype != param.dtype else None,
         reduce_dtype=arguments.reduce_dtype if floating else None,
         outer_groups=tuple(axis.group for axis in part.axes if axis.group not in split_over),
+        held=held,
     )
 
 
-def _shard(param: nn.Parameter, entry: ParameterState, mesh: DeviceMesh) -> nn.Parameter:
-    full, spec = param.detach().contiguous(), entry.spec
+def _shard(param: nn.Parameter, entry: ParameterState, part: PartitionState) -> nn.Parameter:
+    full, spec, mesh = param.detach().contiguous(), entry.spec, part.mesh
     if not full.is_meta:
         if mesh.size() > 1 or full.is_inference():  # keep the user's values, in case a later parameter fails
             full = full.clone()
@@ -252,14 +268,8 @@ def _shard(param: nn.Parameter, entry: ParameterState, mesh: DeviceMesh) -> nn.P
     transforms = () if full.is_meta else entry.transforms
     for transform in transforms:
         local = transform.store(local)
-    value = DTensor.from_local(
-        local,
-        mesh,
-        placements_for(spec, mesh),
-        run_check=False,
-        shape=torch.Size(spec.shape),
-        stride=full.stride(),
-    )
+    shape = torch.Size(spec.full_shape)
+    value = part.distributed(local, spec, shape=shape, stride=torch.empty(shape, device="meta").stride())
     shard = nn.Parameter(value, requires_grad=param.requires_grad)
     shard.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
     forget_memory(shard)

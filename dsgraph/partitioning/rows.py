@@ -7,15 +7,29 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
 
 from dsgraph.compat import dtensor
-from dsgraph.inductor_ext import chunk_rows
+from dsgraph.compat.dtensor import strided_shard
+from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.passes import AxisRole, ParameterSpec
-from dsgraph.ranks.mesh import axis_roles, shard_dim
+from dsgraph.ranks.mesh import axis_group, axis_roles, shard_dim
+
+from .tensor_slices import slice_placement
 
 
-def placements_for(spec: ParameterSpec, mesh: DeviceMesh) -> list[Placement]:
-    """Return the placement of a parameter on the mesh: rows sharded over the sharding dimension, or replicated."""
-    is_split = bool(spec.group)
-    return [Shard(0) if is_split and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
+def placements_for(spec: ParameterSpec, mesh: DeviceMesh, *, is_tensor_parallel: bool) -> list[Placement]:
+    """Return the placement of a parameter: rows sharded over the sharding dimension, or replicated.
+
+    Args:
+        spec: The parameter.
+        mesh: The ranks that hold the same slices.
+        is_tensor_parallel: True adds the placement along the ranks of a tensor-parallel model.
+    """
+    held = spec.held
+    # Rows are those of the slice, although its dimension of the mesh is the last.
+    rows = strided_shard(0, held.ranks) if held is not None and held.dim == 0 else Shard(0)
+    data: list[Placement] = [
+        rows if spec.group and role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)
+    ]
+    return [*data, slice_placement(held)] if is_tensor_parallel else data
 
 
 def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
@@ -26,31 +40,47 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh) -> None:
 
 
 def local_rows(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's rows of a full parameter, in memory of their own."""
+    """Return this rank's rows of a full parameter, or of this rank's slice of it, in memory of their own."""
     return rows_in(full, spec, mesh).clone()
 
 
 def rows_in(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's rows of a full parameter, in the memory of the full one."""
+    """Return this rank's rows of a full parameter, in its memory unless the parameter is tensor-parallel."""
+    if spec.held is not None and tuple(full.shape) != spec.shape:
+        full = spec.held.own(full, resolve_group(spec.held.group).rank())
     if not spec.group:
         return full
-    return full[_own_rows(len(full), mesh)]
+    return full[_own_rows(len(full), mesh, shard_dim(mesh))]
 
 
-def rows_like(param: Tensor, full: Tensor) -> Tensor:
-    """Return this rank's rows of a full tensor, split as those of `param`; in memory of their own if it is split."""
-    if not isinstance(param, DTensor) or not any(placement.is_shard() for placement in param.placements):
+def rows_like(param: Tensor, full: Tensor, *, slicing: str = "") -> Tensor:
+    """Return this rank's rows of a full tensor, split as those of `param`; in memory of their own if it is split.
+
+    Args:
+        param: The parameter.
+        full: The full tensor, or this rank's slice of it.
+        slicing: Name of the group of the slice; "" for a full tensor.
+    """
+    dims = [dim for dim in split_dims(param) if axis_group(param.device_mesh, dim).group_name != slicing]  # type: ignore[attr-defined]
+    if not dims:
         return full
-    return full[_own_rows(len(full), param.device_mesh)].clone()
+    return full[_own_rows(len(full), param.device_mesh, dims[0])].clone()  # type: ignore[attr-defined]
+
+
+def split_dims(tensor: Tensor) -> list[int]:
+    """Return the dimensions of the mesh over which a tensor is split, by rows or by slices; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return []
+    # `is_shard` is False for the slices of fused parameters.
+    return [dim for dim, one in enumerate(tensor.placements) if not (one.is_replicate() or one.is_partial())]
 
 
 def own_row_count(full: Tensor, mesh: DeviceMesh) -> int:
     """Return the number of this rank's rows of a parameter that is split."""
-    return len(range(len(full))[_own_rows(len(full), mesh)])
+    return len(range(len(full))[_own_rows(len(full), mesh, shard_dim(mesh))])
 
 
-def _own_rows(rows: int, mesh: DeviceMesh) -> slice:
-    dim = shard_dim(mesh)
+def _own_rows(rows: int, mesh: DeviceMesh, dim: int) -> slice:
     most, rank = chunk_rows(rows, mesh.size(dim)), mesh.get_local_rank(dim)
     return slice(rank * most, (rank + 1) * most)
 

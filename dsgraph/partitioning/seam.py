@@ -50,7 +50,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     It gives the full parameter, differentiable with respect to its shard. A value that is not a `DTensor` (None, or
     what `torch.func.functional_call` put there) is returned as it is.
     """
-    may_have_copy = bool(spec.group)
+    may_have_copy, held = bool(spec.group), spec.held
     may_stay_local, may_replace_reduction = zero.may_reduce_once, zero.may_replace_reduction
 
     def read(self: nn.Module) -> Any:
@@ -70,6 +70,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
         read_ahead = [mark(self, param)]
         for transform in held_by(self).parameters[name].transforms:
             read_ahead[0] = transform.after_gather(read_ahead[0])
+        read_ahead[0] = _unsliced(spec, read_ahead[0])
         if is_ahead:
             return_to_control_flow()
         return read_ahead[0]
@@ -94,11 +95,11 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
             reducer = entry.reducer
         gathered_copy = _copy_for_graph(entry, partition.plan) if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
+        shape = param.shape if held is None else held.own_shape(param.shape)
         if in_transform():
-            options = marker_options(spec, param.dtype, reducer)
-            added = marker_inputs(accumulated_grad, reducer)
-            return mark_outside_transforms(param, gathered_copy, param.shape, *added, **options)
-        return gather_marker(spec, param.to_local(), gathered_copy, param.shape, accumulated_grad, reducer)
+            added, options = marker_inputs(accumulated_grad, reducer), marker_options(spec, param.dtype, reducer)
+            return mark_outside_transforms(param, gathered_copy, shape, *added, **options)
+        return gather_marker(spec, param.to_local(), gathered_copy, shape, accumulated_grad, reducer)
 
     only_inlined(read)
     only_inlined(mark)
@@ -160,17 +161,24 @@ def _read_eagerly(module: nn.Module, name: str, spec: ParameterSpec) -> Tensor:
         source = Source(
             name=f"parameter {name!r} of {type(module).__name__}",
             shards=param,
-            plain=_read_unseen(module, name, spec, is_kept=outside),
+            plain=_unsliced(spec, own := _read_unseen(module, name, spec, is_kept=outside)),
             spec=spec,
             partition=held_by(module).partition,
-            read=lambda: _read_unseen(module, name, spec),
+            read=lambda: _unsliced(spec, _read_unseen(module, name, spec)),
         )
         if outside:
             return FullParameter.over(source.plain, source)
         full = source.plain
-        for transform in entry.transforms:
-            full = transform.after_gather(full)
+        if entry.transforms:
+            for transform in entry.transforms:
+                own = transform.after_gather(own)
+            full = _unsliced(spec, own)
         return ForwardParameter.over(full, source)
+
+
+def _unsliced(spec: ParameterSpec, own: Tensor) -> Tensor:
+    """Return the full parameter; of a tensor-parallel one, from this rank's slice."""
+    return own if spec.held is None else spec.held.full(own)
 
 
 def _read_unseen(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = False) -> Tensor:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 
 from dsgraph.compat.autograd import at_end_of_backward
-from dsgraph.passes import MeshAxis
+from dsgraph.passes import MeshAxis, ParameterSpec
+from dsgraph.ranks.crossed_mesh import crossed_mesh
 from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
@@ -21,6 +23,7 @@ from .blocks.block_copies import BlockCopies
 from .blocks.block_plan import BlockPlan
 from .gathered_copies import GatheredCopies, new_copy
 from .parameter import Freshness, ParameterState
+from .rows import placements_for
 from .stages import STAGES, CopyLifetime, ZeroStage
 from .step_phase import FOLLOWING, StepPhase
 
@@ -30,7 +33,9 @@ class PartitionState:
     """A partitioned model, with what outlives a graph between two optimizer steps.
 
     Attributes:
-        mesh: The device mesh.
+        mesh: The ranks over which rows are sharded and gradients averaged.
+        tensor_mesh: The ranks that share the parameters of a tensor-parallel model; None for any other model.
+        parameter_mesh: The mesh of its `DTensor`s: both.
         axes: Its axes, as passes see them.
         arguments: How its parameters are partitioned.
         root: The module that was partitioned: the outermost one, where that was done again.
@@ -57,6 +62,8 @@ class PartitionState:
     arguments: PartitionArguments
     root: nn.Module
     guard: Callable[[PartitionState], None]
+    tensor_mesh: DeviceMesh | None = None
+    parameter_mesh: DeviceMesh = field(init=False)
     parameters: list[ParameterState] = field(default_factory=list)
     operations: ModelOperations = field(init=False)
     copies: GatheredCopies = field(init=False)
@@ -74,6 +81,8 @@ class PartitionState:
     ends_step: Callable[[PartitionState, Optimizer], None] | None = None
 
     def __post_init__(self) -> None:
+        tensor = self.tensor_mesh
+        self.parameter_mesh = self.mesh if tensor is None else crossed_mesh(self.mesh, tensor)
         self.operations = ModelOperations(self.mesh)
         self.copies = GatheredCopies(self.operations)
         self.plan = BlockPlan(self.operations)
@@ -83,6 +92,17 @@ class PartitionState:
     def zero(self) -> ZeroStage:
         """The properties of the ZeRO stage."""
         return STAGES[self.arguments.stage]
+
+    def distributed(self, local: Tensor, spec: ParameterSpec, *, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+        """Return this rank's part of a parameter as a `DTensor` of the full shape."""
+        return DTensor.from_local(
+            local,
+            self.parameter_mesh,
+            placements_for(spec, self.mesh, is_tensor_parallel=self.tensor_mesh is not None),
+            run_check=False,
+            shape=shape,
+            stride=stride,
+        )
 
     def add(self, entry: ParameterState) -> None:
         """Add a parameter, whose modules hold its shard already."""

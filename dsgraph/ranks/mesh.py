@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,16 @@ def axis_roles(mesh: DeviceMesh) -> tuple[AxisRole, ...]:
 def shard_dim(mesh: DeviceMesh) -> int:
     """Return the dimension of a mesh over which rows are sharded."""
     return axis_roles(mesh).index(AxisRole.SHARD)
+
+
+def ranks_along(mesh: DeviceMesh, groups: Collection[str]) -> tuple[int, ...]:
+    """Return the ranks of a mesh that differ from this one only along the dimensions with these groups, in order."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is part of the mesh"
+    place = tuple(
+        slice(None) if axis_group(mesh, dim).group_name in groups else coordinate[dim] for dim in range(mesh.ndim)
+    )
+    return tuple(sorted(mesh.mesh[place].flatten().tolist()))
 
 
 def axis_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+from .parameter_slice import ParameterSlice
 
 
 @dataclass(frozen=True)
@@ -13,7 +16,7 @@ class ParameterSpec:
 
     Attributes:
         name: Its name in the module that was called, or else in the model that was partitioned.
-        shape: Full shape.
+        shape: The shape that is gathered: the full shape, or that of this rank's slice of a tensor-parallel parameter.
         shard_shape: Shape of this rank's rows. It is part of torch's cache keys: torch itself (2.13) distinguishes
             DTensors only by their full shapes, so that a warm start would give one rank the graph of another.
         dtype: Master dtype.
@@ -25,6 +28,7 @@ class ParameterSpec:
         outer_groups: Further process groups over which its gradient is averaged.
         param_dtype: Dtype in which the forward sees it; None for the master dtype.
         reduce_dtype: Dtype in which its gradient is summed; None for the dtype in which the forward sees it.
+        held: This rank's slice, whose rows are sharded; None for a parameter that is not tensor-parallel.
     """
 
     name: str
@@ -39,11 +43,22 @@ class ParameterSpec:
     outer_groups: tuple[str, ...] = ()
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    held: ParameterSlice | None = None
 
     @property
     def placement(self) -> str:
         """The placement of its rows: "shard" (sharded over `group`) or "whole" (replicated)."""
         return "shard" if self.group else "whole"
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that are gathered, and of its gradient before the reduction."""
+        return math.prod(self.shape)
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape of the full parameter."""
+        return self.shape if self.held is None else self.held.full_shape(self.shape)
 
     def dtypes(self, master: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the full parameter and of the reduction, for shards in `master`."""

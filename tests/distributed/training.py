@@ -37,21 +37,29 @@ def compare(
     evaluate: bool = False,
     reduce_once: bool | None = None,
     blocks: Any = "auto",
+    tp: int = 1,
     **options: Any,
 ) -> None:
     """Losses, gradients and parameters of `steps` steps under dsgraph against one process with everybody's batches.
 
-    With `evaluate`, the losses without gradients as well. `blocks` is an argument of `partition`.
+    With `evaluate`, the losses without gradients as well. `blocks` is an argument of `partition`. `tp` neighbouring
+    ranks share each parameter and get the same batches.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = None
     if mesh_shape is not None:
         mesh = dist.init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=("replicate", "shard"))
+    layout = None
+    if tp > 1:
+        layout = dist.init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        mesh, world, rank = layout["dp"], world // tp, layout.get_local_rank("dp")
     torch.manual_seed(0)
     alone = build()
     torch.manual_seed(rank)  # the first rank's values count
     sharded = build()
     names = [name for name, _ in sharded.named_parameters()]
+    if layout is not None:
+        dsgraph.tensor_parallel(sharded, layout["tp"], example_inputs=batches(0, 0))
     partitioned = dsgraph.partition(sharded, mesh, stage=stage, keep_whole_below=keep_whole_below, blocks=blocks)
     assert [name for name, _ in partitioned.named_parameters()] == names
     runs = (
@@ -79,7 +87,7 @@ def compare(
             if param.grad is not None:
                 param.grad /= world
         dist.all_reduce(loss)
-        torch.testing.assert_close(loss / world, expected, rtol=RTOL, atol=ATOL)
+        torch.testing.assert_close(loss / (world * tp), expected, rtol=RTOL, atol=ATOL)
         for (name, mine), theirs in zip(partitioned.named_parameters(), alone.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), f"step {step}: gradient of {name}"
             if mine.grad is not None:

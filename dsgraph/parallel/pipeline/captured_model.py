@@ -19,7 +19,6 @@ from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
 from dsgraph.compat.tensors import flatten_tree, map_tensors, unflatten_tree
 from dsgraph.compiler.remedies import remedy
-from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import (
     detect_fake_mode,
@@ -27,6 +26,7 @@ from dsgraph.passes.compat import (
 )
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import all_graph_modules, bodies, replace_and_erase
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.passes.parallel.root_values import is_small, root_values
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices

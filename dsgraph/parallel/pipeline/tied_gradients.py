@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Shard
+from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
-from dsgraph.partitioning.rows import own_part
-from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
+from dsgraph.partitioning.rows import own_part, split_dims
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.passes.parallel.stage_graphs import StageGraph
 from dsgraph.ranks.mesh import axis_group
 
@@ -165,7 +165,7 @@ class StepGradients:
             if parameter.grad is None:
                 continue
             split: set[str] = {stages}
-            if copies and isinstance(parameter, DTensor) and any(map(_is_shard, parameter.placements)):
+            if copies and split_dims(parameter):
                 split.add(copies)
             if name in self.slices:
                 split.add(self.slices[name].group)
@@ -173,10 +173,6 @@ class StepGradients:
             parts.append(GradientPart(own_part(parameter.grad), frozenset(split), is_counted))
         slicing = sorted({held.group for held in self.slices.values()})
         return LocalGradients(parts, (*([copies] if copies else []), *slicing, stages), self.device)
-
-
-def _is_shard(placement: Placement) -> bool:
-    return isinstance(placement, Shard)
 
 
 def tied_parameters(graphs: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:

@@ -53,7 +53,7 @@ def reduce_replicated(
     """Reduce gradients of replicated parameters in one bucket."""
     flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
     averaged = reduce_gradient(bucket[0].spec, flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
-    parts = averaged.split([entry.param.numel() for entry in bucket])
+    parts = averaged.split([entry.spec.numel for entry in bucket])
     # A tensor with a storage offset cannot be saved.
     return [(entry, part.clone().view(entry.spec.shape)) for entry, part in zip(bucket, parts, strict=True)]
 

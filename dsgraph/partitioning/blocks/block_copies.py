@@ -167,7 +167,7 @@ class BlockCopies:
             name=self.name,
             copies=sum(entry.copy_bytes for entry in self.entries),
             full_gradients=sum(
-                entry.param.numel() * entry.spec.dtypes(entry.param.dtype)[1].itemsize for entry in trained
+                entry.spec.numel * entry.spec.dtypes(entry.param.dtype)[1].itemsize for entry in trained
             ),
             gradients=sum(entry.gradient_bytes for entry in trained),
         )

@@ -121,16 +121,14 @@ class FullParameter(FullTensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Call `hook` with the full gradient, averaged over ranks, in every backward."""
-        spec, mesh = self.source.spec, self.source.partition.mesh
+        spec, partition = self.source.spec, self.source.partition
 
         def on_shards(grad: Any) -> Tensor | None:
             changed = hook(grad.full_tensor())
             if changed is None:
                 return None
-            rows = local_rows(changed.to(grad.dtype), spec, mesh)
-            return DTensor.from_local(
-                rows, mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
-            )
+            rows = local_rows(changed.to(grad.dtype), spec, partition.mesh)
+            return partition.distributed(rows, spec, shape=grad.shape, stride=grad.stride())
 
         return self.source.shards.register_hook(on_shards)
 

@@ -24,7 +24,7 @@ class Source:
     Attributes:
         name: Its name in errors.
         shards: The parameter or the gradient.
-        plain: `[*shape]`, the returned value, in the dtype that the forward sees.
+        plain: The returned full value, in the dtype that the forward sees.
         spec: The parameter.
         partition: The model that it is part of.
         read: Reads the full value again, which may be `plain` itself, brought up to date.
@@ -65,14 +65,14 @@ class Source:
     @torch.compiler.disable
     def store(self, full: Tensor) -> None:
         """Set the shards to `full` of the mesh's first rank. All ranks call it together."""
-        if tuple(full.shape) != self.spec.shape:
+        if tuple(full.shape) != self.spec.full_shape:
             raise PartitionError(
-                f"{self.name} is {list(self.spec.shape)}; {list(full.shape)} cannot be written to it, "
+                f"{self.name} is {list(self.spec.full_shape)}; {list(full.shape)} cannot be written to it, "
                 "because a partitioned parameter keeps its shape"
             )
         with torch.inference_mode(False), torch.no_grad():
             full = full.contiguous()
-            broadcast_from_first(full, self.partition.mesh)
+            broadcast_from_first(full, self.partition.parameter_mesh)
             self.shards.to_local().copy_(local_rows(full, self.spec, self.partition.mesh))
             torch.autograd.graph.increment_version(self.shards)  # so that gathered copies are gathered again
         with torch.no_grad():

@@ -35,7 +35,7 @@ def describe_buffer(name: str, buffer: Tensor) -> str:
 def equalise_buffers(model: nn.Module, part: PartitionState) -> None:
     """Give all new buffers of `model` the first rank's values, in one message. All ranks call it together."""
     found = list(new_buffers(model))
-    send_buffers({id(buffer): buffer for *_, buffer in found}.values(), part.mesh)
+    send_buffers({id(buffer): buffer for *_, buffer in found}.values(), part.parameter_mesh)
     for _, module, attribute, _ in found:
         hold(module, part).equal_buffers.add(attribute)
 

@@ -11,13 +11,13 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.offload.stored_tensor import room
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.refusals import refuse_early_optimizers
-from dsgraph.partitioning.rows import broadcast_from_first, placements_for, rows_in
+from dsgraph.partitioning.rows import broadcast_from_first, rows_in
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.transforms.offloaded import refuse_device
 from dsgraph.utils.errors import PartitionError
@@ -91,7 +91,7 @@ def materialize(
 
     entries = {id(entry.param): (entry, state) for state in states for entry in state.parameters}
     count = sum(entry.param.numel() for entry in on_meta)
-    with _same_random_numbers(states[0].mesh, target):
+    with _same_random_numbers(states[0].parameter_mesh, target):
         for module in initialised:
             _materialize_module(module, entries, target, initialisers[module])
             if progress is not None:
@@ -196,14 +196,7 @@ def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> No
         rows = rows.clone()
     for transform in entry.transforms:
         rows = transform.store(rows)
-    local = DTensor.from_local(
-        rows,
-        state.mesh,
-        placements_for(entry.spec, state.mesh),
-        run_check=False,
-        shape=meta.shape,
-        stride=meta.stride(),
-    )
+    local = state.distributed(rows, entry.spec, shape=meta.shape, stride=meta.stride())
     shard = nn.Parameter(local, requires_grad=meta.requires_grad)
     shard.__dict__.update(meta.__dict__)
     for transform in entry.transforms:

@@ -89,7 +89,7 @@ def weight_initialisers(
         problem = str(error)
     except Exception as error:  # a damaged file; the other ranks wait for the message
         problem = f"weights: {path}: {error}"
-    for rank, said in Agreement.over(part.mesh).exchange("what they find of weights", problem).items():
+    for rank, said in Agreement.over(part.parameter_mesh).exchange("what they find of weights", problem).items():
         if said:
             raise PartitionError(f"rank {rank}: {said}")
     return found

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.rows import distributed_like, local_rows
 from dsgraph.partitioning.state import held_by
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import mesh_ranks
@@ -45,8 +47,18 @@ def take_rows(module: Any, state_dict: dict[str, Any], prefix: str, local_metada
             )
         if param.dim() == 0 and full.shape == (1,):  # as very old checkpoints hold scalars; torch takes them so
             full = full[0]
-        if full.shape == param.shape:
+        if full.shape == param.shape and (entry := _sliced_entry(module, attribute)) is not None:
+            state_dict[name] = distributed_like(
+                param, local_rows(full.detach(), entry.spec, held_by(module).partition.mesh)
+            )
+        elif full.shape == param.shape:
             state_dict[name] = distribute_tensor(full.detach(), param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _sliced_entry(module: Any, attribute: str) -> ParameterState | None:
+    """Return a parameter of a partitioned model if it is tensor-parallel as well."""
+    entry = held_by(module).parameters.get(attribute) if "_dsgraph" in module.__dict__ else None
+    return entry if entry is not None and entry.spec.held is not None else None
 
 
 def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
@@ -61,7 +73,7 @@ def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
         PartitionError: Rank 0 has no part in the model, or could not save it.
         RanksDisagreeError: Ranks hold different models, or some did not call it.
     """
-    mesh = held_by(model).partition.mesh
+    mesh = held_by(model).partition.parameter_mesh
     if _WRITER not in mesh_ranks(mesh):
         raise PartitionError(
             f"saving: rank {_WRITER} writes, and is not part of the model's mesh {mesh_ranks(mesh)}: gather it with "

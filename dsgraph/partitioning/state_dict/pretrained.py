@@ -94,7 +94,7 @@ def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any
         ]
         _refuse(entries, part)
         call = f"resize_token_embeddings{(*args, *kwargs.items())}"
-        Agreement.over(part.mesh).confirm("resize differently", [call, *(entry.name for entry in entries)])
+        Agreement.over(part.parameter_mesh).confirm("resize differently", [call, *(entry.name for entry in entries)])
         _make_whole(entries)
         try:
             return resizes(self, *args, **kwargs)

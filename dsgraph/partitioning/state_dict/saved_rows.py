@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.modules import save_own_state
+from dsgraph.partitioning.rows import split_dims
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.utils.errors import PartitionError, RanksDisagreeError
 
@@ -81,7 +82,7 @@ def save_rows(
     mark_rows(values, partition)
     if partition.zero.number == 0 and not keep_vars:
         for value in values:
-            if isinstance(value, DTensor):
+            if isinstance(value, DTensor) and not split_dims(value):
                 _pickle_plain(value)
 
 
@@ -89,7 +90,7 @@ def mark_rows(values: Iterable[object], partition: PartitionState) -> None:
     """Mark the shards among some values: the parameters of a model or the state of its optimizer."""
     mark = _marks.setdefault(partition, SavedRows(partition))
     for value in values:
-        if isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements):
+        if isinstance(value, DTensor) and split_dims(value):
             value.dsgraph_rows = mark  # type: ignore[attr-defined]
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from dsgraph.inductor_ext import resolve_group
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 
-from .parameter_slice import ParameterSlice
 from .parameter_transform import ParameterTransform
 
 
