@@ -64,8 +64,7 @@ def train(s: argparse.Namespace) -> None:
     if s.resume is not None:
         engine.load_checkpoint(s.resume)
         first = engine.global_steps
-    copies = engine.module.data_parallel
-    mine = slice(copies.rank(), None, copies.size()) if copies is not None else slice(None)
+    mine = slice(engine.dp_rank, None, engine.dp_world_size)
 
     def micro_batches(tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return zip(tokens[mine].split(rows), targets[mine].split(rows), strict=True)
@@ -81,7 +80,7 @@ def train(s: argparse.Namespace) -> None:
         expected = alone.step(*both, parts=layout["dp"] * count) if alone is not None else float("nan")
         if (step + 1) % s.log_every == 0:
             place.say(f"{step + 1:4}  {loss:7.4f}  {expected:7.4f}")
-    for stage in engine.module.report.memory:  # of the first rank, with a memory_limit
+    for stage in engine.module.report.memory if layout["pp"] > 1 else ():  # of the first rank, with a memory_limit
         place.say(f"stage {stage.stage}: a step takes {stage.peak:,} bytes of {stage.limit:,}")
     losses = [engine.eval_batch(micro_batches(*held_out(step))) for step in range(EVAL_STEPS)]
     place.say(f"held-out loss {float(sum(losses)) / EVAL_STEPS:.3f}")

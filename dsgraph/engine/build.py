@@ -34,7 +34,7 @@ from .activation_checkpointing import take_switches
 from .config.conditions import check_keys
 from .config.engine_config import EngineConfig
 from .config.options_of_config import backend_options, partition_options
-from .config.read_config import ResolvedConfig, has_parallel_section, read_config
+from .config.read_config import ResolvedConfig, parallel_section, read_config
 from .data import RankLoader
 from .engine import Engine
 from .integrations.mpu import ModelParallel, data_parallel_mesh
@@ -47,9 +47,10 @@ from .optimizers.binding import Binding, rebound
 from .optimizers.offloading import offload_notes, offloaded, planned
 from .optimizers.optimizer_section import check_float32
 from .optimizers.step_moment import beside_notes
-from .parallel_model import check_parallel_arguments, data_rank, parallel_model
+from .parallel_batches import ParallelBatches
+from .parallel_model import check_parallel_arguments, data_place, parallel_model, slice_model
 from .pipeline_schedule import PipelineSchedule
-from .rank_setup import device_of_rank, join_ranks, place_in
+from .rank_setup import device_of_rank, join_ranks, layout_meshes, place_in
 from .saving import Checkpoints
 from .techniques.layer_drop import ProgressiveLayerDrop
 from .techniques.quantize_training import QuantizedTraining
@@ -82,14 +83,16 @@ class ResolvedRanks:
         device: The device of this rank.
         mesh: The ranks over which the model is partitioned.
         shared: The ranks that share a model which its own code has made tensor-parallel; None without `mpu`.
-        is_parallel: True with the section `parallel`: several ranks hold one copy of the model.
+        has_stages: True with pipeline stages.
+        tensor: The ranks that share each parameter; None without tensor parallelism, or with stages.
     """
 
     given: Arguments
     device: torch.device
     mesh: DeviceMesh
     shared: ModelParallel | None
-    is_parallel: bool
+    has_stages: bool
+    tensor: DeviceMesh | None
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Resolved:
         options: The options of the backend.
         makers: How the optimizer and the scheduler are made.
         loader: The loader of this rank's micro-batches; None without training data.
+        data_place: Number of this rank among the data-parallel ranks, and their number.
     """
 
     ranks: ResolvedRanks
@@ -109,6 +113,7 @@ class Resolved:
     options: dict[str, Any]
     makers: Makers
     loader: RankLoader | None
+    data_place: tuple[int, int]
 
     @property
     def settings(self) -> EngineConfig:
@@ -122,7 +127,7 @@ class BuiltModel:
 
     Attributes:
         resolved: The configuration.
-        module: The partitioned model; with the section `parallel` this rank's part.
+        module: The partitioned model; with pipeline stages this rank's part.
         groups: The parameters that the optimizer updates, as `torch.optim` takes them.
         logger: Observes each step.
         layer_drop: Leaves out blocks in training; None if the configuration does not ask for it.
@@ -160,16 +165,19 @@ def resolve_ranks(given: Arguments) -> ResolvedRanks:
     """
     join_ranks()
     device = device_of_rank()
-    is_parallel = has_parallel_section(given.source)
-    check_weights(given.model, given.weights, is_parallel=is_parallel)
+    layout = parallel_section(given.source)
+    has_stages = layout is not None and layout.pp > 1
+    check_weights(given.model, given.weights, is_parallel=layout is not None and layout.tp * layout.pp > 1)
     if not is_on_meta(given.model):
         given.model.to(device)
-    mesh, shared = given.mesh, None
+    mesh, shared, tensor = given.mesh, None, None
     if given.mpu is not None:
-        if is_parallel or mesh is not None:
+        if layout is not None or mesh is not None:
             raise ConfigError("initialize: `mpu=` already defines the process groups: remove mesh= and `parallel`")
         mesh, shared = data_parallel_mesh(given.mpu, device.type), ModelParallel.of(given.mpu, given.model)
-    return ResolvedRanks(given, device, resolve_mesh(mesh, given.model), shared, is_parallel)
+    elif layout is not None and not has_stages:
+        mesh, tensor = layout_meshes(layout, device)
+    return ResolvedRanks(given, device, resolve_mesh(mesh, given.model), shared, has_stages, tensor)
 
 
 def resolve_config(ranks: ResolvedRanks) -> Resolved:
@@ -178,33 +186,22 @@ def resolve_config(ranks: ResolvedRanks) -> Resolved:
     Raises:
         ConfigError: The configuration or an argument is not supported; the message names it.
     """
-    given, is_parallel = ranks.given, ranks.is_parallel
-    size = None if is_parallel else ranks.mesh.size()
+    given = ranks.given
+    size = None if ranks.has_stages else ranks.mesh.size()
     config = read_config(given.source, ranks=size, device=ranks.device.type, sections=take_switches())
-    data_ranks, rank = ranks.mesh.size(), place_in(ranks.mesh)
-    if is_parallel:
+    place = data_place(config.config) if ranks.has_stages else (place_in(ranks.mesh), ranks.mesh.size())
+    if config.config.is_parallel:
         check_parallel_arguments(config.config, given.optimizer, given.model_parameters, given.mesh)
-        data_ranks, rank = config.config.parallel.dp, data_rank(config.config)
     elif given.example is not None:
         raise ConfigError("initialize: example= has an effect only with the section `parallel`: remove it")
-    settings, plan = planned(config.config, given.model, ranks.device, ranks=data_ranks)
+    settings, plan = planned(config.config, given.model, ranks.device, ranks=place[1])
     lines = dict.fromkeys([*config.notes, *check_keys(settings, ranks.device.type)])
     config, options = replace(config, config=settings, notes=tuple(lines)), backend_options(settings)
     makers = resolve_makers(given.optimizer, given.lr_scheduler, settings, given.model)
-    loader = None
-    if given.training_data is not None:
-        loader = RankLoader(
-            given.training_data,
-            micro=config.batch.micro,
-            ranks=data_ranks,
-            rank=rank,
-            collate_fn=given.collate_fn,
-            drop_last=settings.dataloader_drop_last,
-            num_workers=settings.dsgraph.num_workers,
-        )
+    loader = RankLoader.of(given.training_data, config, place, given.collate_fn)
     notes = [*overruled(given.optimizer, given.lr_scheduler, settings), *offload_notes(settings, ranks.device)]
     say(config, [*notes, *beside_notes(settings), *plan, *makers.notes])
-    return Resolved(ranks, config, options, makers, loader)
+    return Resolved(ranks, config, options, makers, loader, place)
 
 
 def build_model(resolved: Resolved) -> BuiltModel:
@@ -216,7 +213,7 @@ def build_model(resolved: Resolved) -> BuiltModel:
     """
     ranks, given, settings = resolved.ranks, resolved.ranks.given, resolved.settings
     model = given.model
-    if ranks.is_parallel:
+    if ranks.has_stages:
         return _build_parallel_model(resolved)
     binding = Binding(model, given.model_parameters)
     if given.optimizer is None:
@@ -225,6 +222,8 @@ def build_model(resolved: Resolved) -> BuiltModel:
     quantized = QuantizedTraining.of(settings, model)
     logger = StepLogger(resolved.config, ranks.device)
     with rebound(resolved.makers.given, model):
+        if ranks.tensor is not None:
+            slice_model(model, ranks.tensor, resolved.config, loader=resolved.loader, example=given.example)
         partition(model, ranks.mesh, **partition_options(settings))
         give_values(model, ranks.device, given.weights)
     if quantized is not None:
@@ -275,24 +274,22 @@ def build_engine(made: BuiltOptimizer) -> Engine:
         layer_drop=built.layer_drop,
         quantized=built.quantized,
         shared=resolved.ranks.shared,
+        data_place=resolved.data_place,
     )
     if isinstance(built.module, PipelinedModel):
         strategy = PipelineSchedule(built.module, state, built.logger)
         return Engine(state, strategy, built.logger, Checkpoints(state))
     state.loss_groups = tuple(axis.group for axis in state.partition.axes)
     dtype, device = resolved.settings.compute_dtype, resolved.ranks.device
-    batches = MicroBatches(_compiled(built, built.module), state, built.logger, device=device, dtype=dtype)
+    kind = ParallelBatches if resolved.settings.is_parallel else MicroBatches
+    batches = kind(_compiled(built, built.module), state, built.logger, device=device, dtype=dtype)
     return Engine(state, batches, built.logger, Checkpoints(state))
 
 
 def _compiled(built: BuiltModel, model: nn.Module) -> Callable[..., Any]:
     """Return the function that runs the model: compiled as one, compiled in blocks, or itself."""
-    compiles = partial(
-        torch.compile,
-        backend=built.logger.graphs or "dsgraph",
-        options=built.resolved.options,
-        **isolated(),
-    )
+    backend, options = built.logger.graphs or "dsgraph", built.resolved.options
+    compiles = partial(torch.compile, backend=backend, options=options, **isolated())
     is_compiled = built.resolved.settings.dsgraph.compile
     if built.layer_drop is not None:
         built.layer_drop.take_over(compiles if is_compiled else None)

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dsgraph.utils.errors import ConfigError, EngineError
 
+from .config.read_config import ResolvedConfig
+
 _SEED = 0  # as that of torch's DistributedSampler, whose order this is
 
 
@@ -82,6 +84,24 @@ class RankLoader(DataLoader[Any]):
     One loop runs at a time; a new one ends the one before. Micro-batches that a loop has returned count as used: a loop
     that begins in the middle of an epoch continues with the rest of it, after a `break` as after `load_state_dict`.
     """
+
+    @classmethod
+    def of(
+        cls, dataset: Dataset[Any] | None, resolved: ResolvedConfig, place: tuple[int, int], collate_fn: Any
+    ) -> RankLoader | None:
+        """Return the loader of a configuration; None without a dataset. `place`: see `TrainingState.data_place`."""
+        if dataset is None:
+            return None
+        rank, ranks = place
+        return cls(
+            dataset,
+            micro=resolved.batch.micro,
+            ranks=ranks,
+            rank=rank,
+            collate_fn=collate_fn,
+            drop_last=resolved.config.dataloader_drop_last,
+            num_workers=resolved.config.dsgraph.num_workers,
+        )
 
     def __init__(
         self,

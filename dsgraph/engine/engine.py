@@ -34,8 +34,8 @@ class Engine(EngineInfo):
             engine.step()
 
     `step` is called for each micro-batch; the optimizer steps at the last one of a step. Until then gradients are
-    accumulated as by `dsgraph.accumulate`. `train_batch` runs all micro-batches of a step. With the section `parallel`
-    of the configuration it is the only way to train: the schedule of the pipeline decides what runs when.
+    accumulated as by `dsgraph.accumulate`. `train_batch` runs all micro-batches of a step. With pipeline stages it is
+    the only way to train: the schedule of the pipeline decides what runs when.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Engine(EngineInfo):
         """Set the engine and the model to training mode, or to evaluation mode.
 
         Raises:
-            EngineError: With the section `parallel`: stages keep the mode in which the model was captured.
+            EngineError: With pipeline stages, which keep the mode in which the model was captured.
         """
         call = "engine.train" if mode else "engine.eval"
         self._refuse_stages(
@@ -70,7 +70,7 @@ class Engine(EngineInfo):
         """Load parameters and buffers of this rank, as `torch.nn.Module` does.
 
         Raises:
-            EngineError: With the section `parallel`.
+            EngineError: With pipeline stages.
         """
         self._refuse_stages("engine.load_state_dict", "save with engine.save_checkpoint, load with load_checkpoint")
         return super().load_state_dict(state_dict, strict, assign)
@@ -79,7 +79,7 @@ class Engine(EngineInfo):
         """Call a function for each module, as `torch.nn.Module` does.
 
         Raises:
-            EngineError: With the section `parallel`.
+            EngineError: With pipeline stages.
         """
         self._refuse_stages("engine.apply", "call model.apply before initialize")
         return super().apply(fn)
@@ -91,13 +91,13 @@ class Engine(EngineInfo):
 
     def _refuse_stages(self, call: str, remedy: str) -> None:
         if not isinstance(self.module, nn.Module):
-            raise EngineError(f"{call} is not supported with the section parallel: {remedy}")
+            raise EngineError(f"{call} is not supported with pipeline stages: {remedy}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. In training, what follows belongs to a micro-batch of the current step.
 
         Raises:
-            EngineError: With the section `parallel`, as `backward`, `step` and `no_sync`.
+            EngineError: With pipeline stages, as `backward`, `step` and `no_sync`.
         """
         return self._strategy.forward(args, kwargs, is_training=self.training)
 
@@ -152,7 +152,7 @@ class Engine(EngineInfo):
 
         Raises:
             EngineError: There is no data, or it ends within a step, which is dropped.
-            OptionError: With the section `parallel`, a micro-batch is not like the example.
+            OptionError: With pipeline stages, a micro-batch is not like the example.
         """
         return self._strategy.train_batch(batches_of(self.training_dataloader) if data is None else data, self)
 
@@ -165,8 +165,8 @@ class Engine(EngineInfo):
         Args:
             data: See `train_batch`.
             return_logits: True returns a pair: the loss, and the model's output, which has the logits. With the section
-                `parallel` the output is that of all micro-batches, on the ranks of the last stage, and None on the
-                others; see `PipelinedModel.evaluate`.
+                `parallel` the output is that of all micro-batches; with pipeline stages it is on the ranks of the last
+                stage, and None on the others, see `PipelinedModel.evaluate`.
         """
         return self._strategy.evaluate(data, self, return_logits=return_logits)
 

@@ -25,7 +25,7 @@ class EngineInfo(nn.Module):
     """The read-only part of an engine.
 
     Attributes:
-        module: The partitioned model; with the section `parallel` a `PipelinedModel`, this rank's part.
+        module: The partitioned model; with pipeline stages a `PipelinedModel`, this rank's part.
     """
 
     module: Any
@@ -124,6 +124,16 @@ class EngineInfo(nn.Module):
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage."""
         return self.config.zero_optimization.stage
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this rank among the data-parallel ranks, each of which takes batches of its own."""
+        return self._state.data_place[0]
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self._state.data_place[1]
 
     @property
     def global_steps(self) -> int:

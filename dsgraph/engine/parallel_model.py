@@ -1,4 +1,4 @@
-"""`initialize` with the section `parallel`: a model becomes this rank's stages and slices."""
+"""`initialize` with the section `parallel`: a model becomes this rank's stages and slices, or its slices alone."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DeviceMesh
 from torch.optim import Optimizer
 
 from dsgraph.batches import as_arguments
 from dsgraph.optim.registry import entry_of
-from dsgraph.parallel.parallelize import parallelize
+from dsgraph.parallel.parallelize import one_of, parallelize
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.parallel.pipeline.stage_chain import Techniques
+from dsgraph.parallel.tensor.tensor_parallel import tensor_parallel
+from dsgraph.partitioning.forward_inputs import move_inputs
 from dsgraph.utils.errors import ConfigError
 
 from .config.engine_config import EngineConfig
@@ -48,7 +51,7 @@ def parallel_model(
     """
     config = resolved.config
     layout = config.parallel
-    args, kwargs = as_arguments(_first_of(loader, resolved.batch.micro) if example is None else example)
+    args, kwargs = _example(loader, resolved, example)
     if config.dsgraph.memory_limit is not None and not config.dsgraph.compile:
         raise ConfigError(
             "dsgraph.memory_limit is kept by compiled stages, and dsgraph.compile is false: remove one of the two"
@@ -72,6 +75,28 @@ def parallel_model(
     )
 
 
+def slice_model(
+    model: nn.Module, mesh: DeviceMesh, resolved: ResolvedConfig, *, loader: RankLoader | None, example: Any
+) -> None:
+    """Make a model tensor-parallel over the ranks of `mesh`, in place; arguments as for `parallel_model`.
+
+    Raises:
+        ConfigError: There is no example.
+        OptionError: The example has positional and named arguments.
+        PartitionError: See `tensor_parallel`.
+    """
+    inputs = one_of(*_example(loader, resolved, example))
+    device = next(iter(model.parameters())).device
+    tensor_parallel(model, mesh, example_inputs=move_inputs(inputs, device))
+
+
+def _example(
+    loader: RankLoader | None, resolved: ResolvedConfig, example: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the model for one micro-batch."""
+    return as_arguments(_first_of(loader, resolved.batch.micro) if example is None else example)
+
+
 def _first_of(loader: RankLoader | None, count: int) -> Any:
     if loader is None:
         raise ConfigError("initialize: the section parallel needs training_data, or example=, one micro-batch")
@@ -91,9 +116,9 @@ def _techniques(config: EngineConfig, drops: tuple[str, ...]) -> Techniques:
     )
 
 
-def data_rank(config: EngineConfig) -> int:
-    """Return the number of this rank among the data-parallel ranks."""
-    return dist.get_rank() // config.parallel.tp % config.parallel.dp
+def data_place(config: EngineConfig) -> tuple[int, int]:
+    """Return the number of this rank among the data-parallel ranks, and their number."""
+    return dist.get_rank() // config.parallel.tp % config.parallel.dp, config.parallel.dp
 
 
 def check_parallel_arguments(config: EngineConfig, optimizer: object, model_parameters: object, mesh: object) -> None:
@@ -102,16 +127,19 @@ def check_parallel_arguments(config: EngineConfig, optimizer: object, model_para
     Raises:
         ConfigError: Names the argument.
     """
+    if mesh is not None:
+        raise ConfigError("initialize: mesh has no effect with the section parallel: leave it out")
+    if not config.has_stages:
+        return
     if isinstance(optimizer, Optimizer):
         raise ConfigError(
-            "initialize: optimizer updates the whole model, but the section parallel splits it: pass a function of "
+            "initialize: optimizer updates the whole model, but pipeline stages split it: pass a function of "
             "parameters that makes an optimizer, or name one in the configuration"
         )
     if config.optimizer is not None and entry_of(config.optimizer.type).by_layer:
         raise ConfigError(
-            f"optimizer.type: {config.optimizer.type} needs full parameters, which no rank has with the "
-            "section parallel: choose another optimizer"
+            f"optimizer.type: {config.optimizer.type} needs full parameters, which no rank has with "
+            "pipeline stages: choose another optimizer"
         )
-    for name, value in (("model_parameters", model_parameters), ("mesh", mesh)):
-        if value is not None:
-            raise ConfigError(f"initialize: {name} has no effect with the section parallel: leave it out")
+    if model_parameters is not None:
+        raise ConfigError("initialize: model_parameters has no effect with pipeline stages: leave it out")

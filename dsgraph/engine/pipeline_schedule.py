@@ -1,4 +1,4 @@
-"""The steps of a model that several ranks hold together: the schedule of a pipeline runs all micro-batches."""
+"""The steps of a model with pipeline stages: the schedule runs all micro-batches."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PipelineSchedule:
 
 def _refuse(call: str) -> NoReturn:
     raise EngineError(
-        f"{call} is not supported with the section parallel, whose schedule runs all micro-batches of a step: call "
+        f"{call} is not supported with pipeline stages, whose schedule runs all micro-batches of a step: call "
         "engine.train_batch(data)"
     )
 

@@ -1,4 +1,4 @@
-"""The device of a rank, and its number in a mesh."""
+"""The device of a rank, its mesh, and its number in a mesh."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.ranks.local_rank import local_rank
+from dsgraph.utils.errors import ConfigError
+
+from .config.engine_config import ParallelConfig
 
 
 def join_ranks() -> None:
@@ -24,6 +27,27 @@ def device_of_rank() -> torch.device:
     device = torch.device("cuda", local_rank(torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def layout_meshes(layout: ParallelConfig, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the ranks that hold the same slices of a model, and those that share it; None, None if tp is 1.
+
+    Args:
+        layout: The section `parallel`, without pipeline stages.
+        device: The device of this rank.
+
+    Raises:
+        ConfigError: There are more or fewer ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if layout.dp * layout.tp != world:
+        raise ConfigError(
+            f"parallel: dp {layout.dp} x tp {layout.tp} need {layout.dp * layout.tp} ranks, but there are {world}"
+        )
+    if layout.tp == 1:
+        return None, None
+    mesh = dist.init_device_mesh(device.type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    return mesh["dp"], mesh["tp"]
 
 
 def place_in(mesh: DeviceMesh) -> int:

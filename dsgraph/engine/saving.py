@@ -100,4 +100,4 @@ class Checkpoints:
 
     def _refuse_stages(self, call: str) -> None:
         if isinstance(self._state.module, PipelinedModel):
-            raise CheckpointError(f"{call} is not supported with the section parallel")
+            raise CheckpointError(f"{call} is not supported with pipeline stages")

@@ -31,7 +31,7 @@ class TrainingState:
     """The model, the optimizer and the progress of training.
 
     Attributes:
-        module: The partitioned model; with the section `parallel` a `PipelinedModel`, this rank's part.
+        module: The partitioned model; with pipeline stages a `PipelinedModel`, this rank's part.
         optimizer: The optimizer of its shards.
         resolved: The configuration.
         lr_scheduler: Steps after the optimizer; None without a schedule.
@@ -39,6 +39,7 @@ class TrainingState:
         layer_drop: Leaves out blocks in training; None if the configuration does not ask for it.
         quantized: Quantizes weights in training; None if the configuration does not ask for it.
         shared: The ranks that share a model which its own code has made tensor-parallel; None without `mpu`.
+        data_place: Number of this rank among the data-parallel ranks, and their number.
         loss_groups: Names of the process groups whose ranks compute losses of their own.
         boundary: Says whether the running micro-batch is the last one of its step; None: the counts say it.
         loss_scale: The factor of the loss.
@@ -56,6 +57,7 @@ class TrainingState:
     layer_drop: ProgressiveLayerDrop | None = None
     quantized: QuantizedTraining | None = None
     shared: ModelParallel | None = None
+    data_place: tuple[int, int] = (0, 1)
     loss_groups: tuple[str, ...] = ()
     boundary: Callable[[], bool] | None = None
     loss_scale: LossScale = field(init=False)
@@ -81,7 +83,7 @@ class TrainingState:
     @property
     def agreement(self) -> Agreement:
         """The ranks that save and load together."""
-        return self.module.agreement if self._is_pipeline() else Agreement.over(self.partition.mesh)
+        return self.module.agreement if self._is_pipeline() else Agreement.over(self.partition.parameter_mesh)
 
     def tensors(self) -> ModelTensors:
         """Return the model's tensors on this rank."""

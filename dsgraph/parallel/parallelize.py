@@ -79,7 +79,7 @@ def parallelize(
     _check(dp=dp, tp=tp, pp=pp)
     mesh = init_device_mesh(_device_of(model), (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     if tp > 1:
-        tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=_one_of(example_inputs, example_kwargs))
+        tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=one_of(example_inputs, example_kwargs))
     count = pp * (2 if SCHEDULES.get(schedule) else 1) if microbatches is None else microbatches
     return pipeline(
         model,
@@ -112,7 +112,12 @@ def _copies(
     return {"data_parallel": mesh if is_sharded or any(dtypes.values()) else None, **how, **dtypes}
 
 
-def _one_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | dict[str, Any]:
+def one_of(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...] | dict[str, Any]:
+    """Return the arguments of a model as `tensor_parallel` takes them.
+
+    Raises:
+        OptionError: Some are positional, and others are named.
+    """
     if args and kwargs:
         raise OptionError("parallelize: with tp, give example_inputs or example_kwargs, not both")
     return dict(kwargs) if kwargs else args

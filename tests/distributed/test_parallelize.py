@@ -210,8 +210,7 @@ def _engine_steps(engine: Any, first: int) -> list[float]:
     """Losses and norms of two steps."""
     found = []
     for step in range(first, first + 2):
-        copies = engine.module.data_parallel
-        own = _ids(step).chunk(copies.size())[copies.rank()] if copies is not None else _ids(step)
+        own = _ids(step).chunk(engine.dp_world_size)[engine.dp_rank]
         found.append(float(engine.train_batch({"input_ids": ids, "labels": ids} for ids in own.chunk(MICRO_BATCHES))))
         found.append(engine.get_global_grad_norm())
     return found
@@ -289,14 +288,15 @@ def test_the_engine_trains_what_the_section_parallel_divides(ranks, tmp_path):
 def _refuse_config() -> None:
     example = {"input_ids": _ids(0), "labels": _ids(0)}
     for more, message in (
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is not supported with the section `parallel`"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled is not supported with pipeline stages"),
         ({"optimizer": {"type": "Lamb"}}, "Lamb needs full parameters"),
         ({"parallel": {"dp": 1, "stages": 2}}, "unknown key 'parallel.stages'"),
+        ({"parallel": {"dp": 3}}, "parallel: dp 3 x tp 1 need 3 ranks, but there are 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            dsgraph.initialize(model=_build("llama"), config=_engine_config(2, 1, 1, **more), example=example)
+            dsgraph.initialize(model=_build("llama"), config=_engine_config(1, 1, 2, **more), example=example)
     with pytest.raises(ConfigError, match="needs training_data, or example="):
-        dsgraph.initialize(model=_build("llama"), config=_engine_config(2, 1, 1))
+        dsgraph.initialize(model=_build("llama"), config=_engine_config(1, 2, 1))
 
 
 def test_keys_that_a_divided_model_does_not_heed_are_refused(ranks):

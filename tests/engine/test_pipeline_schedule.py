@@ -89,7 +89,7 @@ def _refusals() -> None:
         engine.step,
         lambda: engine.no_sync().__enter__(),
     ):
-        with pytest.raises(dsgraph.EngineError, match=r"is not supported with the section parallel.*train_batch"):
+        with pytest.raises(dsgraph.EngineError, match=r"is not supported with pipeline stages.*train_batch"):
             call()
     with pytest.raises(dsgraph.EngineError, match="no data: pass an iterator"):
         engine.train_batch()
@@ -99,7 +99,7 @@ def _refusals() -> None:
     with pytest.raises(dsgraph.EngineError, match=rf"^eval_batch: {ended}\. They were not evaluated"):
         engine.eval_batch(iter(_batches(1)))
     for call in (lambda: engine.export("weights"), lambda: engine.load_pretrained("weights")):
-        with pytest.raises(CheckpointError, match="is not supported with the section parallel"):
+        with pytest.raises(CheckpointError, match="is not supported with pipeline stages"):
             call()
 
 
@@ -111,11 +111,11 @@ _ONE = {**CONFIG, "parallel": {"pp": 1}}
 """The section on one rank, without messages."""
 
 
-def test_gradients_that_the_optimizer_does_not_update_are_dropped(one_rank):
+def _drop_other_gradients() -> None:
     def of_the_first_layer(groups):
         return torch.optim.SGD(groups[0]["params"][:2], lr=0.0)
 
-    config = {key: value for key, value in _ONE.items() if key != "optimizer"}
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
     engine, *_ = dsgraph.initialize(
         model=_model(), optimizer=of_the_first_layer, config=config, example=(torch.ones(2, 4),)
     )
@@ -133,11 +133,13 @@ def test_gradients_that_the_optimizer_does_not_update_are_dropped(one_rank):
     assert all(param.grad is None for _, param in engine.named_parameters())
 
 
-def test_the_mode_and_the_state_of_the_model_are_not_set_through_the_engine(one_rank):
-    engine, *_ = dsgraph.initialize(model=_model(), config=_ONE, example=(torch.ones(2, 4),))
-    with pytest.raises(
-        dsgraph.EngineError, match=r"^engine\.load_state_dict is not supported with the section parallel"
-    ):
+def test_gradients_that_the_optimizer_does_not_update_are_dropped(ranks):
+    ranks(2).run(_drop_other_gradients)
+
+
+def _refuse_mode_and_state() -> None:
+    engine, *_ = dsgraph.initialize(model=_model(), config=CONFIG, example=(torch.ones(2, 4),))
+    with pytest.raises(dsgraph.EngineError, match=r"^engine\.load_state_dict is not supported with pipeline stages"):
         engine.load_state_dict({})
     for call in (engine.train, engine.eval):
         with pytest.raises(
@@ -145,8 +147,12 @@ def test_the_mode_and_the_state_of_the_model_are_not_set_through_the_engine(one_
         ):
             call()
     for call in (engine.half, lambda: engine.to("meta"), lambda: engine.apply(print)):
-        with pytest.raises(dsgraph.EngineError, match=r"is not supported with the section parallel: \w+ .*initialize"):
+        with pytest.raises(dsgraph.EngineError, match=r"is not supported with pipeline stages: \w+ .*initialize"):
             call()
+
+
+def test_the_mode_and_the_state_of_the_model_are_not_set_through_the_engine(ranks):
+    ranks(2).run(_refuse_mode_and_state)
 
 
 def test_a_batch_is_evaluated_as_in_eval(one_rank):

@@ -27,8 +27,8 @@ def check_keys(config: EngineConfig, device: str | None = None) -> list[str]:
     for path, field, entry in entries_of(EngineConfig):
         if not is_set(config, path, field):
             continue
-        if config.is_parallel and not entry.parallel:
-            raise ConfigError(f"{path} is not supported with the section `parallel` yet: remove one of the two")
+        if config.has_stages and not entry.stages:
+            raise ConfigError(f"{path} is not supported with pipeline stages (`parallel.pp`): remove one of the two")
         for needs in entry.needs:
             problem = _problem(config, path, needs, device)
             if problem and not needs.note:

@@ -43,9 +43,9 @@ class DsgraphConfig(Section):
         None,
         'code generator of compiled graphs; default: "inductor", but "eager" for light graphs around blocks',
         option="codegen",
-        parallel=True,
+        stages=True,
     )
-    compile: bool = key(True, "`false` runs the model uncompiled", parallel=True)
+    compile: bool = key(True, "`false` runs the model uncompiled", stages=True)
     pipeline: tuple[str, ...] | None = key(
         None, "names of the passes to run, in order; default: the default pipeline", option="pipeline"
     )
@@ -54,13 +54,13 @@ class DsgraphConfig(Section):
         "repeated blocks that are compiled once, see `dsgraph.partition`: `auto`, `none`, or names of lists of modules",
         argument="blocks",
         needs=_ONE_GRAPH,
-        parallel=True,
+        stages=True,
     )
     memory_limit: Bytes | None = key(
         None,
         'maximum memory of a step: bytes, a text such as "60GiB", or a share of the device',
         option="memory_limit",
-        parallel=True,
+        stages=True,
     )
     offload_folder: PathText | None = key(
         None,
@@ -82,12 +82,12 @@ class DsgraphConfig(Section):
         ),
     )
     kernels: Literal["auto", "none"] | tuple[str, ...] = key(
-        "auto", "kernels to substitute for matching code of the model", option="kernels", parallel=True
+        "auto", "kernels to substitute for matching code of the model", option="kernels", stages=True
     )
-    strict: bool = key(False, "raise an error if something requested was not done", option="strict", parallel=True)
+    strict: bool = key(False, "raise an error if something requested was not done", option="strict", stages=True)
     num_workers: int = key(
-        0, "loader processes per rank for `training_data`; 0: load in the rank's own process", ge=0, parallel=True
+        0, "loader processes per rank for `training_data`; 0: load in the rank's own process", ge=0, stages=True
     )
     metrics_file: str | None = key(
-        None, "file to which the scalars of each step are appended, one JSON object per line", parallel=True
+        None, "file to which the scalars of each step are appended, one JSON object per line", stages=True
     )

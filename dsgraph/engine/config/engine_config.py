@@ -11,7 +11,7 @@ import torch
 from pydantic import BeforeValidator
 
 from .dsgraph_config import DsgraphConfig
-from .key import FromArguments, Needs, key
+from .key import NO_EFFECT, FromArguments, Needs, key
 from .quantize_config import QuantizeTrainingConfig
 from .section import PathText, Section
 from .sparse_config import SparseAttentionConfig, layout_of_section
@@ -33,11 +33,11 @@ class OptimizerConfig(Section):
         "`AdamW`, `Adam`, `Lamb`, `Muon` (AdamW for all but the model's inner matrices), `OneBitAdam` "
         "or `OneBitLamb` (docs/guides/slow-networks.md), or the name of a class of `torch.optim`. `Adam` decouples the "
         "weight decay as `AdamW` does unless its parameter `adam_w_mode` is false, as in DeepSpeed",
-        parallel=True,
+        stages=True,
     )
     params: dict[str, Any] = key(
         {},
-        parallel=True,
+        stages=True,
         auto={
             "lr": "learning_rate",
             "betas": FromArguments("adam_beta1, adam_beta2", lambda args, _: [args.adam_beta1, args.adam_beta2]),
@@ -53,11 +53,11 @@ class OptimizerConfig(Section):
 class SchedulerConfig(Section):
     """The learning rate schedule, unless the caller passes one."""
 
-    type: str = key(..., "`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `LRRangeTest` or `OneCycle`", parallel=True)
+    type: str = key(..., "`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `LRRangeTest` or `OneCycle`", stages=True)
     params: dict[str, Any] = key(
         {},
         "arguments of its constructor",
-        parallel=True,
+        stages=True,
         auto={
             "warmup_max_lr": "learning_rate",
             "total_num_steps": FromArguments("the number of steps", lambda _, steps: steps),
@@ -74,18 +74,16 @@ class Fp16Config(Section):
         "compute the forward with float16 parameters; shards stay in float32",
         argument="param_dtype",
         value=_compute_dtype,
-        parallel=True,
+        stages=True,
         auto=FromArguments("fp16", lambda args, _: bool(args.fp16 or args.fp16_full_eval)),
         needs=(Needs("bf16.enabled", (False,), "the forward has one dtype"),),
     )
-    loss_scale: float = key(0, "fixed loss scale; 0: dynamic loss scale", ge=0, parallel=True)
-    initial_scale_power: int = key(16, "the dynamic scale starts at 2 to this power", ge=0, parallel=True)
-    loss_scale_window: int = key(1000, "number of steps without overflow until the scale doubles", ge=1, parallel=True)
-    hysteresis: int = key(2, "number of overflows until the scale halves", ge=1, parallel=True)
-    consecutive_hysteresis: bool = key(
-        False, "reset the count of overflows after a step without overflow", parallel=True
-    )
-    min_loss_scale: float = key(1, "smallest scale; an overflow at this scale is an error", gt=0, parallel=True)
+    loss_scale: float = key(0, "fixed loss scale; 0: dynamic loss scale", ge=0, stages=True)
+    initial_scale_power: int = key(16, "the dynamic scale starts at 2 to this power", ge=0, stages=True)
+    loss_scale_window: int = key(1000, "number of steps without overflow until the scale doubles", ge=1, stages=True)
+    hysteresis: int = key(2, "number of overflows until the scale halves", ge=1, stages=True)
+    consecutive_hysteresis: bool = key(False, "reset the count of overflows after a step without overflow", stages=True)
+    min_loss_scale: float = key(1, "smallest scale; an overflow at this scale is an error", gt=0, stages=True)
 
 
 class Bf16Config(Section):
@@ -96,10 +94,10 @@ class Bf16Config(Section):
         "compute the forward with bfloat16 parameters; shards stay in float32",
         argument="param_dtype",
         value=_compute_dtype,
-        parallel=True,
+        stages=True,
         auto=FromArguments("bf16", lambda args, _: bool(args.bf16 or args.bf16_full_eval)),
     )
-    check_grad_overflow: bool = key(True, "skip a step if gradients are not finite", parallel=True)
+    check_grad_overflow: bool = key(True, "skip a step if gradients are not finite", stages=True)
 
 
 class FlopsProfilerConfig(Section):
@@ -118,9 +116,9 @@ class FlopsProfilerConfig(Section):
 
 
 class _ScalarFilesConfig(Section):
-    enabled: bool = key(False, "write the scalars", parallel=True)
-    output_path: PathText = key("", "parent of the job's folder; default: the working directory", parallel=True)
-    job_name: str = key("DeepSpeedJobName", "name of the job's folder", parallel=True)
+    enabled: bool = key(False, "write the scalars", stages=True)
+    output_path: PathText = key("", "parent of the job's folder; default: the working directory", stages=True)
+    job_name: str = key("DeepSpeedJobName", "name of the job's folder", stages=True)
 
 
 class TensorboardConfig(_ScalarFilesConfig):
@@ -149,8 +147,11 @@ class ActivationCheckpointingConfig(Section):
         "marked regions",
         option="activation_offload",
         value=lambda *_: "host",
-        parallel=True,
+        stages=True,
     )
+
+
+_STAGES = Needs("parallel.pp", (), "it is about pipeline stages", note=NO_EFFECT, other_than=1)
 
 
 class ParallelConfig(Section):
@@ -159,25 +160,23 @@ class ParallelConfig(Section):
     See docs/guides/parallelism.md.
     """
 
-    dp: int = key(1, "number of data-parallel ranks; ZeRO shards over them", ge=1, parallel=True)
-    tp: int = key(1, "number of tensor-parallel ranks (neighbours)", ge=1, parallel=True)
-    pp: int = key(1, "number of pipeline ranks", ge=1, parallel=True)
-    schedule: str = key("1F1B", "pipeline schedule, see `dsgraph schedule`", parallel=True)
+    dp: int = key(1, "number of data-parallel ranks; ZeRO shards over them", ge=1, stages=True)
+    tp: int = key(1, "number of tensor-parallel ranks (neighbours)", ge=1, stages=True)
+    pp: int = key(1, "number of pipeline ranks", ge=1, stages=True)
+    schedule: str = key("1F1B", "pipeline schedule, see `dsgraph schedule`", needs=(_STAGES,), stages=True)
     split: Literal["auto"] | tuple[str, ...] = key(
-        "auto", "the first module of the second and each later stage", parallel=True
+        "auto", "the first module of the second and each later stage", needs=(_STAGES,), stages=True
     )
 
 
 class ProgressiveLayerDropConfig(Section):
     """Blocks of the model are skipped at random in training: see docs/guides/layer-dropping.md."""
 
-    enabled: bool = key(False, "drop blocks", parallel=True)
-    theta: float = key(0.5, "final probability that the last block is kept", gt=0, le=1, parallel=True)
-    gamma: float = key(
-        0.001, "decay rate: the distance to `theta` shrinks by exp(-gamma) per step", ge=0, parallel=True
-    )
+    enabled: bool = key(False, "drop blocks", stages=True)
+    theta: float = key(0.5, "final probability that the last block is kept", gt=0, le=1, stages=True)
+    gamma: float = key(0.001, "decay rate: the distance to `theta` shrinks by exp(-gamma) per step", ge=0, stages=True)
     blocks: tuple[str, ...] | None = key(
-        None, "names of the lists of blocks; default: all lists of equal blocks", parallel=True
+        None, "names of the lists of blocks; default: all lists of equal blocks", stages=True
     )
 
 
@@ -190,7 +189,7 @@ class CheckpointConfig(Section):
         "Warn",
         "what to do if ranks pass different tags: `Fail` raises an error, `Warn` prints a warning and uses the tag of "
         "the first rank, `Ignore` uses it silently",
-        parallel=True,
+        stages=True,
     )
 
 
@@ -201,42 +200,42 @@ class EngineConfig(Section):
         None,
         "samples per step, over all ranks",
         ge=1,
-        parallel=True,
+        stages=True,
         auto=FromArguments(
             "the batch of all ranks",
             lambda args, _: args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         ),
     )
     train_micro_batch_size_per_gpu: int | None = key(
-        None, "samples per micro-batch of one rank", ge=1, parallel=True, auto="per_device_train_batch_size"
+        None, "samples per micro-batch of one rank", ge=1, stages=True, auto="per_device_train_batch_size"
     )
     gradient_accumulation_steps: int | None = key(
-        None, "micro-batches per step", ge=1, parallel=True, auto="gradient_accumulation_steps"
+        None, "micro-batches per step", ge=1, stages=True, auto="gradient_accumulation_steps"
     )
-    steps_per_print: int | None = key(None, "print a line every so many steps; default: never", ge=1, parallel=True)
+    steps_per_print: int | None = key(None, "print a line every so many steps; default: never", ge=1, stages=True)
     gradient_clipping: float = key(
-        1.0, "clip gradients to this global norm; 0 disables clipping", ge=0, auto="max_grad_norm", parallel=True
+        1.0, "clip gradients to this global norm; 0 disables clipping", ge=0, auto="max_grad_norm", stages=True
     )
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = key(
         None,
         "dtype in which gradients are summed over ranks; default: the dtype of the forward",
         argument="reduce_dtype",
         value=lambda name, _: _DTYPES[name],
-        parallel=True,
+        stages=True,
     )
     dataloader_drop_last: bool = key(
         False,
         "drop samples of `training_data` that do not fill a micro-batch on every rank; otherwise the last micro-batch "
         "of an epoch is smaller, and some samples repeat",
-        parallel=True,
+        stages=True,
     )
-    dump_state: bool = key(False, "print the resolved configuration when the engine is created", parallel=True)
+    dump_state: bool = key(False, "print the resolved configuration when the engine is created", stages=True)
     wall_clock_breakdown: bool = key(
         False,
         "print the time of forward, backward and step with each printed line; with the section `parallel`, of the "
         "schedule and the step",
         needs=(_PRINTED,),
-        parallel=True,
+        stages=True,
     )
     memory_breakdown: bool = key(False, "print the memory use by part with each printed line", needs=(_PRINTED,))
     optimizer: OptimizerConfig | None = None
@@ -256,7 +255,7 @@ class EngineConfig(Section):
         option="sparse_attention",
         value=layout_of_section,
         needs=(Needs("dsgraph.compile", (True,), "only compiled attention can be block-sparse"),),
-        parallel=True,
+        stages=True,
     )
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
@@ -264,8 +263,13 @@ class EngineConfig(Section):
 
     @property
     def is_parallel(self) -> bool:
-        """True with the section `parallel`: several ranks hold one copy of the model."""
+        """True with the section `parallel`: several ranks may hold one copy of the model."""
         return bool(self.parallel.model_fields_set)
+
+    @property
+    def has_stages(self) -> bool:
+        """True with pipeline stages."""
+        return self.parallel.pp > 1
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

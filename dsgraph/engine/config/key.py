@@ -37,7 +37,7 @@ class Needs:
     why: str
     only: Any = None
     note: str = ""
-    other_than: str | None = None
+    other_than: Any = None
     not_for: Any = None
     unless: str = ""
 
@@ -111,7 +111,7 @@ class Entry:
             default without the key: the arguments would have no effect otherwise. For a free section, the meaning for
             names in it.
         needs: The conditions of the key.
-        parallel: True if the key is supported with the section `parallel`.
+        stages: True if the key is supported with pipeline stages.
     """
 
     option: str = ""
@@ -119,7 +119,7 @@ class Entry:
     value: Callable[[Any, Any], Any] | None = None
     auto: Auto | Mapping[str, Auto] | None = None
     needs: tuple[Needs, ...] = ()
-    parallel: bool = False
+    stages: bool = False
 
     def __call__(self, schema: Any) -> None:
         """Add nothing to a JSON schema: pydantic keeps an entry with its field as `json_schema_extra`."""

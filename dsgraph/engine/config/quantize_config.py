@@ -11,8 +11,8 @@ from .section import Section
 class QuantizeBitsConfig(Section):
     """The number of bits of weights in training."""
 
-    start_bits: int = key(16, "number of bits at the start", ge=3, le=16, parallel=True)
-    target_bits: int = key(16, "number of bits at the end", ge=3, le=16, parallel=True)
+    start_bits: int = key(16, "number of bits at the start", ge=3, le=16, stages=True)
+    target_bits: int = key(16, "number of bits at the end", ge=3, le=16, stages=True)
 
 
 class QuantizeScheduleConfig(Section):
@@ -22,24 +22,24 @@ class QuantizeScheduleConfig(Section):
         100,
         "quantized steps until the bits decrease by one; the period doubles after each decrease",
         ge=1,
-        parallel=True,
+        stages=True,
     )
-    schedule_offset: int = key(100, "number of steps before quantization starts", ge=0, parallel=True)
+    schedule_offset: int = key(100, "number of steps before quantization starts", ge=0, stages=True)
 
 
 class QuantizeAlgoConfig(Section):
     """DeepSpeed's other section for `quantize_type` and `quantize_rounding`."""
 
-    q_type: Literal["symmetric", "asymmetric"] | None = key(None, "as `quantize_type`", parallel=True)
-    rounding: Literal["nearest", "stochastic"] | None = key(None, "as `quantize_rounding`", parallel=True)
+    q_type: Literal["symmetric", "asymmetric"] | None = key(None, "as `quantize_type`", stages=True)
+    rounding: Literal["nearest", "stochastic"] | None = key(None, "as `quantize_rounding`", stages=True)
 
 
 class MixedQuantizeConfig(Section):
     """Mix quantized and unquantized weights, so that the number of bits changes gradually."""
 
-    enabled: bool = key(False, "mix the weights", parallel=True)
+    enabled: bool = key(False, "mix the weights", stages=True)
     quantize_change_ratio: float = key(
-        0.001, "decrease per step of the unquantized weight's share", gt=0, le=1, parallel=True
+        0.001, "decrease per step of the unquantized weight's share", gt=0, le=1, stages=True
     )
 
 
@@ -64,25 +64,25 @@ class QuantizeTrainingConfig(Section):
     enabled: bool = key(
         False,
         "quantize weights during training",
-        parallel=True,
+        stages=True,
     )
-    quantize_verbose: bool = key(False, "print each decrease of bits on the first rank", parallel=True)
+    quantize_verbose: bool = key(False, "print each decrease of bits on the first rank", stages=True)
     quantize_type: Literal["symmetric", "asymmetric"] = key(
         "symmetric",
         "symmetric: 0 is exact; asymmetric: the smallest and the largest weight are exact",
-        parallel=True,
+        stages=True,
     )
     quantize_rounding: Literal["nearest", "stochastic"] = key(
         "nearest",
         "stochastic: round up with a probability equal to the fractional part",
-        parallel=True,
+        stages=True,
     )
     quantize_algo: QuantizeAlgoConfig = QuantizeAlgoConfig()
     quantize_groups: int | None = key(
         None,
         "number of groups per weight, each with its own scale; default: one group per row, as in INT8",
         ge=1,
-        parallel=True,
+        stages=True,
     )
     quantize_bits: QuantizeBitsConfig = QuantizeBitsConfig()
     quantize_schedule: QuantizeScheduleConfig = QuantizeScheduleConfig()

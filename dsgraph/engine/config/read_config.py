@@ -18,7 +18,7 @@ from dsgraph.utils.nearest import SYNONYMS, near, nearest
 
 from .batch_sizes import BatchSizes
 from .conditions import check_keys
-from .engine_config import EngineConfig
+from .engine_config import EngineConfig, ParallelConfig
 from .key import section_of, spellings_of
 from .other_keys import NOT_YET, OFF, WITHOUT_EFFECT
 
@@ -72,13 +72,14 @@ def read_config(
     return ResolvedConfig(config, batch, tuple(notes))
 
 
-def has_parallel_section(source: str | PathLike[str] | Mapping[str, Any]) -> bool:
-    """Return `EngineConfig.is_parallel` of a configuration, before its ranks are known.
+def parallel_section(source: str | PathLike[str] | Mapping[str, Any]) -> ParallelConfig | None:
+    """Return the section `parallel` of a configuration, before its ranks are known; None if it has none.
 
     Raises:
         ConfigError: As `read_config`.
     """
-    return _validated(load_config(source), []).is_parallel
+    config = _validated(load_config(source), [])
+    return config.parallel if config.is_parallel else None
 
 
 def check_section(name: str, section: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def _nvme_path() -> Any:
         None,
         "folder on that disk; created if it does not exist",
         needs=(Needs(".device", ("nvme",), "nothing is stored on disk"),),
-        parallel=True,
+        stages=True,
     )
 
 
@@ -68,7 +68,7 @@ def _ratio() -> Any:
         gt=0,
         le=1,
         needs=(_IS_SET,),
-        parallel=True,
+        stages=True,
     )
 
 
@@ -82,7 +82,7 @@ class OffloadOptimizerConfig(Section):
         argument="offload",
         value=_partition_offload,
         needs=_DISK,
-        parallel=True,
+        stages=True,
     )
     nvme_path: PathText | None = _nvme_path()
     ratio: float = _ratio()
@@ -90,7 +90,7 @@ class OffloadOptimizerConfig(Section):
         None,
         'use pinned host memory, for "cpu" and a model on CUDA; `false` disables it',
         needs=(_IS_SET, Needs(MODEL_DEVICE, (), "nothing is copied to a device", note=NO_EFFECT, other_than="cpu")),
-        parallel=True,
+        stages=True,
     )
 
 
@@ -103,7 +103,7 @@ class OffloadParamConfig(Section):
         argument="offload",
         value=_partition_offload,
         needs=(*_DISK, _NOT_FROM_GPU, _STAGE_3),
-        parallel=True,
+        stages=True,
     )
     nvme_path: PathText | None = _nvme_path()
     ratio: float = _ratio()
@@ -136,7 +136,7 @@ class OffloadParamConfig(Section):
 class ZeroConfig(Section):
     """ZeRO: the states that are sharded over ranks, and those that are offloaded."""
 
-    stage: Literal[0, 1, 2, 3] = key(0, "ZeRO stage, see `dsgraph.partition`", argument="stage", parallel=True)
+    stage: Literal[0, 1, 2, 3] = key(0, "ZeRO stage, see `dsgraph.partition`", argument="stage", stages=True)
     param_persistence_threshold: int | None = key(
         None,
         "parameters with fewer elements stay replicated; default: 16,384",
@@ -144,7 +144,7 @@ class ZeroConfig(Section):
         validation_alias=AliasChoices("stage3_param_persistence_threshold", "param_persistence_threshold"),
         argument="keep_whole_below",
         auto=FromHiddenSize("10 x hidden size", lambda size: 10 * size),
-        parallel=True,
+        stages=True,
     )
     reduce_bucket_size: int | None = key(
         None,

@@ -61,9 +61,9 @@ def check_compression(settings: EngineConfig) -> list[str]:
             f"optimizer.type {name} with zero_optimization.offload_optimizer: compiled graphs read the momentum, so it "
             "must be on the device. Remove offload_optimizer"
         )
-    if settings.is_parallel and settings.dsgraph.memory_limit is not None:
+    if settings.has_stages and settings.dsgraph.memory_limit is not None:
         uncounted = "dsgraph.memory_limit does not count momentum and errors of compression there"
-        raise ConfigError(f"optimizer.type {name} with the section parallel: {uncounted}. Remove one of the two")
+        raise ConfigError(f"optimizer.type {name} with pipeline stages: {uncounted}. Remove one of the two")
     notes = [
         f"optimizer.params.{key} has no effect: {why}"
         for key, why in entry.without_effect.items()

@@ -62,7 +62,7 @@ class ProgressiveLayerDrop:
         if not settings.progressive_layer_drop.enabled:
             return None
         found = cls(settings.progressive_layer_drop, model)
-        print_notes(found.note(compiles=settings.dsgraph.compile, in_stages=settings.is_parallel))
+        print_notes(found.note(compiles=settings.dsgraph.compile, in_stages=settings.has_stages))
         return found
 
     def get_theta(self) -> float:
@@ -81,7 +81,7 @@ class ProgressiveLayerDrop:
         """
         if self.is_own:
             raise ConfigError(
-                "progressive_layer_drop: the model drops its layers itself, and the section parallel captures its "
+                "progressive_layer_drop: the model drops its layers itself, and pipeline stages capture its "
                 "forward once, so that it would drop the same ones in each step: remove one of the two"
             )
         for block in self.blocks:

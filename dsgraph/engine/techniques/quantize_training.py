@@ -20,7 +20,7 @@ from dsgraph.inference.quantization.quantize import is_linear
 from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
-from dsgraph.partitioning.transforms.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import nearest
@@ -131,14 +131,14 @@ class QuantizedTraining:
 
         Args:
             partition: The parameters that this rank has; it may lack some of the weights.
-            slices: The parameters of which it has a slice, by name.
+            slices: The parameters of which stages have a slice, by name.
         """
         entries = {entry.name: entry for entry in partition.parameters}
         for name, weight in self._weights.items():
             weight.control = weight.control.to(partition.parameters[0].param.device)
             entry = entries.get(f"{name}.weight".lstrip("."))
             if entry is not None:
-                groups, held = self._config.quantize_groups or 0, (slices or {}).get(entry.name)
+                groups, held = self._config.quantize_groups or 0, entry.spec.held or (slices or {}).get(entry.name)
                 entry.register(
                     FakeWeight(weight.control, groups, weight.transposed, self._symmetric, self._stochastic, held)
                 )
@@ -168,7 +168,7 @@ class QuantizedTraining:
             self._pass_on()
             due = [name for name, weight in self._weights.items() if self._is_due(weight.progress)]
             if due and self.blocks and self._past_offset % self._config.eigenvalue.gas_boundary_resolution == 0:
-                assert collect is not None, "the section parallel refuses eigenvalues"
+                assert collect is not None, "pipeline stages refuse eigenvalues"
                 self._look(collect())
             for name in due:
                 self._lose_a_bit(name)

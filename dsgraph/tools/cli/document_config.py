@@ -34,7 +34,7 @@ The last column of a table lists what a key sets and needs:
   take effect in the engine
 - other keys that it needs: without them the engine raises an error, or prints that the key has no effect
 - the value of `"auto"` with `DsgraphTrainer`; elsewhere `"auto"` is the default
-- "`parallel`": it is supported with the section [`parallel`](#parallel), which refuses other keys
+- "`stages`": it is supported with pipeline stages ([`parallel.pp`](#parallel) above 1), which refuse other keys
 """
 
 
@@ -89,7 +89,7 @@ def _conditions(field: FieldInfo) -> str:
         parts += [f'`{name}` "auto": {name_of(auto)}' for name, auto in entry.auto.items()]
     elif entry.auto is not None:
         parts.append(f'"auto": {name_of(entry.auto)}')
-    return "; ".join([*parts, *["`parallel`"] * entry.parallel])
+    return "; ".join([*parts, *["`stages`"] * entry.stages])
 
 
 def _needs(needs: Needs) -> str:

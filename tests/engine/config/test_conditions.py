@@ -81,16 +81,18 @@ def test_the_section_parallel_refuses_keys_that_do_not_support_it():
     assert check(**divided, checkpoint={"tag_validation": "Fail"}) == []
     assert check(**divided, bf16={"enabled": True}) == []
     assert check(parallel={}, memory_breakdown=True, steps_per_print=1) == []
-    with pytest.raises(ConfigError, match=r"^memory_breakdown is not supported with the section `parallel` yet"):
+    with pytest.raises(ConfigError, match=r"^memory_breakdown is not supported with pipeline stages"):
         check(**divided, memory_breakdown=True, steps_per_print=1)
     assert check(**divided, sparse_attention={}) == check(**divided, dsgraph={"blocks": "auto"}) == []
     assert check(**divided, quantize_training={"enabled": True}) == []
-    with pytest.raises(ConfigError, match=r"^quantize_training.eigenvalue.enabled is not supported with the section"):
+    with pytest.raises(
+        ConfigError, match=r"^quantize_training.eigenvalue.enabled is not supported with pipeline stages"
+    ):
         check(**divided, quantize_training={"enabled": True, "eigenvalue": {"enabled": True}})
 
 
 def test_what_the_section_parallel_supports():
-    supported = {path for path, _, entry in entries_of(EngineConfig) if entry.parallel}
+    supported = {path for path, _, entry in entries_of(EngineConfig) if entry.stages}
     assert {"gradient_clipping", "zero_optimization.stage", "optimizer.params", "parallel.pp"} <= supported
     assert {"fp16.enabled", "bf16.enabled", "zero_optimization.offload_optimizer.device"} <= supported
     assert {"quantize_training.enabled", "progressive_layer_drop.theta", "dsgraph.blocks"} <= supported

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from dsgraph.batches import joined_values
 from dsgraph.compat.tensors import map_tensors
 from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
 from dsgraph.parallel.pipeline.fake_values import fake_values
@@ -159,7 +160,8 @@ class Evaluation:
         """Return the model's output for the complete batch from the results of its micro-batches."""
         tree = captured.output
         results = {
-            number: _joined([each[captured.results[number]] for each in kept]) for number in set(tree.results.values())
+            number: joined_values([each[captured.results[number]] for each in kept])
+            for number in set(tree.results.values())
         }
         return tree.filled(
             results, {number: leaves[number].to(self._held.device) for number in tree.arguments.values()}
@@ -232,14 +234,6 @@ class Evaluation:
             )
         losses = [] if self._loss_node is None else [self._loss_node]
         return list(dict.fromkeys([*losses, *(captured.returned() if self._returns_outputs else ())]))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the values of micro-batches as one: concatenated, or the mean of floating-point scalars."""
-    if parts[0].ndim:
-        return torch.cat(list(parts))
-    together = torch.stack(list(parts))
-    return together.mean() if together.is_floating_point() else together
 
 
 def _drop_grad_modes(gm: GraphModule) -> None:
