@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,18 +50,19 @@ class ModelTensors:
     @classmethod
     def of(cls, module: nn.Module) -> ModelTensors:
         """Return the tensors of a partitioned model, of which each rank has all names."""
-        values, (part, *_) = module.state_dict(), partition_states(module)
-        entries = {id(entry.param): entry.spec.held for entry in part.parameters if entry.spec.held is not None}
-        tp = 1 if part.tensor_mesh is None else part.tensor_mesh.size()
+        values, parts = module.state_dict(), partition_states(module)
+        known = [entry for part in parts for entry in part.parameters]
+        held = {id(entry.param): entry.spec.held for entry in known if entry.spec.held is not None}
+        tp = next((part.tensor_mesh.size() for part in parts if part.tensor_mesh is not None), 1)
         return cls(
             parameters=dict(module.named_parameters()),
             values=values,
             sizes={name: value.shape for name, value in values.items() if isinstance(value, Tensor)},
             description=describe(module),
             put=module.load_state_dict,
-            layout={"dp": part.mesh.size(), "tp": tp, "pp": 1},
-            slices={name: entries[id(param)] for name, param in module.named_parameters() if id(param) in entries},
-            is_on_disk=any(entry.tier == "disk" for part in partition_states(module) for entry in part.parameters),
+            layout={"dp": dist.get_world_size() // tp, "tp": tp, "pp": 1},
+            slices={name: held[id(param)] for name, param in module.named_parameters() if id(param) in held},
+            is_on_disk=any(entry.tier == "disk" for entry in known),
         )
 
     @property

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.optim import Optimizer
 
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.rows import own_part
+from dsgraph.partitioning.rows import gather_rows, own_part
 from dsgraph.partitioning.state import held_by, partition_states
 from dsgraph.partitioning.transforms.compress import compress, own_chunk, ranks_of, stop_compressing, why_not_compressed
 from dsgraph.partitioning.transforms.compression import Compression
@@ -204,7 +204,7 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
                 left.append(entry.name)
                 continue
             momentum = state["exp_avg"]
-            momentum = momentum.full_tensor() if entry.spec.group else own_part(momentum)
+            momentum = gather_rows(momentum, entry.spec, _mesh_of(entry)) if entry.spec.group else own_part(momentum)
             known = [own_part(state[key]).view(-1) for key in _ERRORS if key in state]
             had_errors = had_errors and len(known) == len(_ERRORS)
             worker_error, owner_error = known if len(known) == len(_ERRORS) else self._no_errors(param)
@@ -240,9 +240,14 @@ class CompressingOptimizer(OptimizerHooks, Optimizer):
                 yield Momentum(param, group, state, own_part(state["exp_avg"]), own_part(param.grad))
 
 
+def _mesh_of(entry: ParameterState) -> DeviceMesh:
+    """Return the ranks that hold the same slice of a parameter."""
+    return held_by(entry.owners[0][0]).partition.mesh
+
+
 def _as_state(entry: ParameterState, worker_error: Tensor, owner_error: Tensor) -> dict[str, Tensor]:
     """Return errors as a checkpoint stores them: each rank has a part of one tensor."""
-    mesh, numel = held_by(entry.owners[0][0]).partition.mesh, entry.spec.numel
+    mesh, numel = _mesh_of(entry), entry.spec.numel
     shape = torch.Size([mesh.size(), numel])
     return {
         "worker_error": DTensor.from_local(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
@@ -73,6 +74,18 @@ def split_dims(tensor: Tensor) -> list[int]:
         return []
     # `is_shard` is False for the slices of fused parameters.
     return [dim for dim, one in enumerate(tensor.placements) if not (one.is_replicate() or one.is_partial())]
+
+
+def gather_rows(value: DTensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
+    """Return all rows of a tensor that is split like a parameter; of a tensor-parallel one, those of this rank's slice.
+
+    The ranks of `mesh`, which hold the same slices, call it together.
+    """
+    rows = Shard(0) if spec.group else Replicate()
+    data = [rows if role is AxisRole.SHARD else Replicate() for role in axis_roles(mesh)]
+    stride = torch.empty(spec.shape, device="meta").stride()
+    shape = torch.Size(spec.shape)
+    return DTensor.from_local(own_part(value), mesh, data, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
 def own_row_count(full: Tensor, mesh: DeviceMesh) -> int:

@@ -131,6 +131,6 @@ def test_weights_that_cannot_be_read_are_refused(one_rank, tmp_path):
     _engine(nn.Sequential(nn.Linear(48, 64)), "", disk=False).export(tmp_path / "less")
     with pytest.raises(PartitionError, match=r"there is no '1.weight' in .*less, which the model has"):
         _engine(_on_meta(), str(tmp_path), disk=True, weights=Path(tmp_path / "less"))
-    settings = {**config(3), "parallel": {"dp": 1}}
+    settings = {**config(3), "parallel": {"tp": 2}}
     with pytest.raises(ConfigError, match="takes no model on the meta device yet"):
         dsgraph.initialize(model=_on_meta(), config=settings)

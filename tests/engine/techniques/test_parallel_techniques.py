@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import dsgraph
+from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.utils.errors import CheckpointError, ConfigError, OptionError
 
 pytestmark = pytest.mark.distributed
@@ -68,6 +69,13 @@ def _train(engine: dsgraph.Engine, steps: range, copy: int = 0) -> list[float]:
     return [float(engine.train_batch(iter(_batches(step, copy)))) for step in steps]
 
 
+def _full_parameters(engine: dsgraph.Engine) -> dict[str, Tensor]:
+    """Return the full parameters that this rank has a part of."""
+    if isinstance(engine.module, PipelinedModel):
+        return engine.module.full_parameters()
+    return {name: param.full_tensor().detach() for name, param in engine.module.named_parameters()}
+
+
 _SECTIONS: dict[str, dict[str, Any]] = {
     "rows": {},
     "groups": {"quantize_groups": 4},
@@ -92,7 +100,7 @@ def _rounded_evaluation(kind: str, parallel: dict[str, int], stage: int, codegen
     assert set(training.bits().values()) == {3} and len(training.bits()) == 9
 
     held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, engine.module.full_parameters())
+    dist.all_gather_object(held, _full_parameters(engine))
     model = _Model()
     model.load_state_dict({name: value for part in held for name, value in part.items()})
     plain = float(sum(model(batch) for batch in _batches(9, 0)) / _COUNT)
@@ -153,9 +161,7 @@ def _one_bit(stage: int, parallel: dict[str, int] | None) -> tuple[list[float], 
     copy = dist.get_rank() // sizes["tp"] % sizes["dp"]
     losses = _train(engine, range(6), copy)
     assert engine.optimizer.is_compressing and engine.get_global_grad_norm() is None
-    if parallel:
-        return losses, engine.module.full_parameters()
-    return losses, {name: param.full_tensor().detach() for name, param in engine.module.named_parameters()}
+    return losses, _full_parameters(engine)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.full)])
@@ -228,7 +234,7 @@ def test_slices_of_state_are_not_loaded_to_disk(ranks, tmp_path):
 
 def test_what_needs_full_layers_or_a_plan_is_refused(one_rank):
     def refused(kind: str, **more: Any) -> None:
-        _engine(_config(parallel={"tp": 1}, optimizer={**_ONE_BIT, "type": kind}, **more))
+        _engine(_config(parallel={"pp": 2}, optimizer={**_ONE_BIT, "type": kind}, **more))
 
     with pytest.raises(ConfigError, match="OneBitLamb needs full parameters"):
         refused("OneBitLamb")
@@ -274,7 +280,7 @@ def test_stages_leave_out_the_blocks_of_one_process(ranks, parallel, codegen, st
 def _graphs_of(blocks: Any) -> tuple[list[float], int]:
     torch._dynamo.reset()
     counters.clear()
-    engine = _engine(_config(parallel={"tp": 2}, dsgraph={"codegen": "eager", "blocks": blocks}))
+    engine = _engine(_config(parallel={"pp": 2}, dsgraph={"codegen": "eager", "blocks": blocks}))
     losses = _train(engine, range(3))
     return losses, counters["stats"]["unique_graphs"]
 
@@ -287,13 +293,18 @@ def test_equal_blocks_of_a_stage_share_a_graph(ranks):
         assert count == one + 3
 
 
-def test_blocks_that_need_one_graph_of_a_stage_are_refused(one_rank):
+def _refuse_one_graph() -> None:
     with pytest.raises(OptionError, match="'memory_limit' is planned for one graph"):
-        _engine(_config(parallel={"pp": 1}, dsgraph={"blocks": ["blocks"], "memory_limit": "1GiB"}))
+        _engine(_config(parallel={"pp": 2}, dsgraph={"blocks": ["blocks"], "memory_limit": "1GiB"}))
     for section, schedule, error in (
         ({"memory_limit": "1GiB"}, "1F1B", "'memory_limit' is planned for one graph"),
         ({}, "ZBVZeroBubble", "not supported with ZBVZeroBubble"),
     ):
-        parallel = {"pp": 1, "schedule": schedule}
+        parallel = {"pp": 2, "schedule": schedule}
         with pytest.raises(OptionError, match=error):
-            _engine(_config(parallel=parallel, progressive_layer_drop=_DROPS, dsgraph={"codegen": "eager", **section}))
+            how = {"gradient_accumulation_steps": 4, "dsgraph": {"codegen": "eager", **section}}
+            _engine(_config(parallel=parallel, progressive_layer_drop=_DROPS, **how))
+
+
+def test_blocks_that_need_one_graph_of_a_stage_are_refused(ranks):
+    ranks(2).run(_refuse_one_graph)
