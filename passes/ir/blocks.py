@@ -53,7 +53,7 @@ def module_of(node: Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
-    return re.sub(r"^L\['[^']*'\]\.?", "", str(stack[next(reversed(stack))][0]))
+    return re.sub(r"^L\['[^']*'\](\[\d+\])*\.?", "", str(stack[next(reversed(stack))][0]))
 
 
 def _repeats(node: Node) -> bool:
