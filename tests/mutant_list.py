@@ -1473,6 +1473,21 @@ PARALLEL = (
         killers=("tests/parallel/test_tensor_plan.py",),
     ),
     Mutant(
+        *("modules-of-decorated-forwards-unnamed", "passes/ir/blocks.py", "missing term"),
+        *("module_of", r"(\[\d+\])*", ""),
+        killers=("tests/distributed/test_pipeline_arguments.py",),
+    ),
+    Mutant(
+        *("one-scale-for-all-micro-batches", "dsgraph/engine/pipeline_schedule.py", "missing check"),
+        *("_joined_leaf", "if not is_same", "if False"),
+        killers=("tests/engine/test_pipeline_schedule.py",),
+    ),
+    Mutant(
+        *("one-micro-batch-as-a-step", "dsgraph/parallel/pipeline/step_arguments.py", "missing check"),
+        *("StepArguments.leaves", "self._check_rows(call, leaves)", ""),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
+    ),
+    Mutant(
         *("stages-evaluate-as-in-training", "dsgraph/parallel/pipeline/evaluation/evaluation.py", "missing step"),
         *("Evaluation.__init__", ".eval()", ""),
         killers=("tests/distributed/test_pipeline_evaluation.py",),

@@ -93,8 +93,22 @@ def _refuse(call: str) -> NoReturn:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """Return micro-batches as one batch: tensors are concatenated; anything else is that of the first one."""
+    """Return micro-batches as one batch: tensors with rows are concatenated; anything else must be equal in all."""
     leaves, spec = zip(*map(flatten_tree, batches), strict=True)
-    together = zip(*leaves, strict=True)
-    joined = [torch.cat(same) if isinstance(same[0], Tensor) and same[0].ndim else same[0] for same in together]
+    joined = [_joined_leaf(same) for same in zip(*leaves, strict=True)]
     return unflatten_tree(joined, spec[0])
+
+
+def _joined_leaf(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(list(values))
+    for number, value in enumerate(values[1:], 1):
+        is_same = torch.equal(value, first) if isinstance(first, Tensor) else bool(value == first)
+        if not is_same:
+            raise EngineError(
+                f"the micro-batches of a step contain {first!r} and, in number {number}, {value!r}: with the section "
+                "parallel, values without a dimension of rows must be equal in all of them. Give a tensor with a row "
+                "for each sample"
+            )
+    return first

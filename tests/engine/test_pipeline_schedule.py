@@ -133,6 +133,33 @@ def _drop_other_gradients() -> None:
     assert all(param.grad is None for _, param in engine.named_parameters())
 
 
+class _Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).square() * weights).mean() * scale
+
+
+def _weighted() -> None:
+    torch.manual_seed(0)
+    model = _Weighted()
+    alone, scale = copy.deepcopy(model), torch.tensor(3.0)
+    batches = [(x, torch.rand(4, generator=torch.Generator().manual_seed(2)) * x[0], scale) for x in _batches(2)]
+    engine, *_ = dsgraph.initialize(model=model, config=CONFIG, example=batches[0])
+    wanted = sum(float(alone(*batch).detach()) for batch in batches) / 2
+    assert float(engine.eval_batch(iter(batches))) == pytest.approx(wanted, rel=1e-6)
+    assert float(engine.train_batch(iter(batches))) == pytest.approx(wanted, rel=1e-6)
+    batches[1] = (*batches[1][:2], torch.tensor(2.0))
+    with pytest.raises(dsgraph.EngineError, match=r"contain tensor\(3\.\) and, in number 1, tensor\(2\.\)"):
+        engine.train_batch(iter(batches))
+
+
+def test_micro_batches_have_weights_of_their_own_and_one_scale(ranks):
+    ranks(2).run(_weighted)
+
+
 def test_gradients_that_the_optimizer_does_not_update_are_dropped(ranks):
     ranks(2).run(_drop_other_gradients)
 

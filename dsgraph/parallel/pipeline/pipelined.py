@@ -21,8 +21,8 @@ from .stage_chain import Keeps
 from .stage_limits import StageLimits
 from .stage_modules import LossOf, StageModule
 from .stage_parameters import StageParameters
-from .stage_runs import StageRuns
-from .step_arguments import StepArguments
+from .stage_runs import StageRun, StageRuns
+from .step_arguments import StepArguments, StepInputs
 from .tied_gradients import StepGradients
 
 
@@ -69,8 +69,10 @@ class PipelinedModel(StageParameters):
         Every rank of the pipeline calls it with the same batch; ranks of `data_parallel` each with their own.
 
         Args:
-            *args: The model's arguments, for the complete batch: each tensor's first dimension is `microbatches` times
-                that of the example.
+            *args: The model's arguments, for the complete batch. A tensor with `microbatches` times the rows of the
+                example is split along its first dimension. A tensor of the example's shape, such as a table of class
+                weights, is given whole to each micro-batch, and so are tensors without dimensions. Other values are
+                those of the example.
             target: The target of `loss_fn`; split along its first dimension like the inputs.
             **kwargs: The model's named arguments.
 
@@ -78,38 +80,48 @@ class PipelinedModel(StageParameters):
             The mean loss over the micro-batches, detached, a float32 scalar, the same on every rank.
 
         Raises:
-            OptionError: The arguments are not those of the example, or do not divide into the micro-batches; or there
-                is no loss. Raised before anything is sent.
+            OptionError: The arguments are not those of the example, do not divide into the micro-batches, or are all
+                those of one micro-batch; or there is no loss. Raised before anything is sent.
             MemoryLimitError: The stages cannot keep the option `memory_limit`. All ranks raise before the first step.
             StrictError: With `strict`, a stage is not planned, or gradients of an earlier step exceed the memory that
                 `memory_limit` leaves. All ranks raise.
         """
         self._loss.check()
         leaves = self._arguments.leaves("step", args, kwargs, target)
-        inputs = {name: leaves[number].to(self._device) for name, number in self._inputs.items()}
+        inputs = self._arguments.inputs(leaves, self._inputs, self._device)
         count = self.report.microbatches
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
-        self._compare(self._runs.autocast(), inputs if target is None else {**inputs, "target": target})
+        self._compare(self._runs.autocast(), {**inputs.all(), "target": target})
         run = self._runs.now()
         if self._limits is not None:
             memory = self._limits.keep(self._runs.autocast(), run, inputs)
             self.report = replace(self.report, memory=memory)
+        losses = self._scheduled(run, inputs, stand_in)
+        return self._gradients.finish(
+            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device)) / self._loss.scale
+        )
+
+    def _scheduled(self, run: StageRun, inputs: StepInputs, target: Tensor) -> list[Tensor]:
+        """Run the schedule. Return the losses of the micro-batches; empty on ranks without the last stage."""
         self._gradients.begin()
         losses: list[Tensor] = []
         self._timed = run.stages
         for stage in self._timed:
             stage.busy = 0.0
+        for module in self._stages.values():
+            module.whole = inputs.whole
         started = time.perf_counter()
         try:
-            run.schedule.step(**inputs, target=stand_in, losses=losses, return_outputs=False)
+            run.schedule.step(**inputs.split, target=target, losses=losses, return_outputs=False)
         except BaseException:
             self._runs.drop()
             self._gradients.abandon()
             raise
+        finally:
+            for module in self._stages.values():
+                module.whole = {}
         self._seconds = time.perf_counter() - started
-        return self._gradients.finish(
-            sum((loss.detach().float() for loss in losses), torch.zeros((), device=self._device)) / self._loss.scale
-        )
+        return losses
 
     def scale_loss(self, scale: float) -> None:
         """Multiply the loss and the gradients of later steps by a number. `step` returns the unscaled loss."""
@@ -154,7 +166,7 @@ class PipelinedModel(StageParameters):
         if return_outputs not in self._evaluations:
             self._evaluations[return_outputs] = self._make_evaluation(returns_outputs=return_outputs)
         with self._gradients.evaluating():
-            loss, output = self._evaluations[return_outputs].run(leaves, target)
+            loss, output = self._evaluations[return_outputs].run(self._arguments, leaves, target)
         if loss is not None:
             self._gradients.average(loss)
         return (loss, output) if return_outputs else loss

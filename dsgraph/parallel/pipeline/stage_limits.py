@@ -28,6 +28,7 @@ from .pipeline_report import PipelineReport, StageMemory
 from .schedule_order import HOLDS_SENT, ZERO_BUBBLE, most_in_flight
 from .stage_modules import LossOf, StageModule, stage_buffers
 from .stage_runs import StageRun
+from .step_arguments import StepInputs
 from .tied_gradients import StepGradients
 
 _UNPROMISED = "memory_limit cannot be promised for a step of the pipeline: "
@@ -103,7 +104,7 @@ class StageLimits:
             agreements=[Agreement.of(group, kind) for group in (*groups, equal) if group],
         )
 
-    def keep(self, kind: str, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
+    def keep(self, kind: str, run: StageRun, inputs: StepInputs) -> tuple[StageMemory, ...]:
         """Return the plans of the stages. They are made, and the stages compiled, before the first step of a kind.
 
         All ranks call it together.
@@ -111,7 +112,7 @@ class StageLimits:
         Args:
             kind: What the graphs of the stages depend on.
             run: The stages as the schedule runs them.
-            inputs: The complete batch.
+            inputs: The tensors of the step.
 
         Raises:
             MemoryLimitError: A stage of any rank cannot keep the limit. All ranks raise it.
@@ -135,7 +136,7 @@ class StageLimits:
                 "use a larger limit"
             )
 
-    def _planned_together(self, run: StageRun, inputs: Mapping[str, Tensor]) -> tuple[StageMemory, ...]:
+    def _planned_together(self, run: StageRun, inputs: StepInputs) -> tuple[StageMemory, ...]:
         self._earlier = self.gradients.earlier_bytes()
         with self.gradients.evaluating():  # with full parameters
             return self._together(lambda: self._planned(run, inputs, least=self._check_ends(run, inputs)))
@@ -162,12 +163,12 @@ class StageLimits:
             self._told.add(gap)
             warnings.warn(message, stacklevel=5)
 
-    def _planned(self, run: StageRun, inputs: Mapping[str, Tensor], *, least: int) -> tuple[StageMemory, ...]:
+    def _planned(self, run: StageRun, inputs: StepInputs, *, least: int) -> tuple[StageMemory, ...]:
         """Plan the stages one after the other: each gets its share of what the limit leaves besides earlier ones.
 
         Args:
             run: The stages as the schedule runs them.
-            inputs: The complete batch.
+            inputs: The tensors of the step.
             least: Bytes at the beginning or the end of a step.
         """
         step = self._step(run, inputs)
@@ -192,13 +193,11 @@ class StageLimits:
             StageMemory(number, self.in_flight[number], self.limit, peak, plan) for number, plan in plans.items()
         )
 
-    def _compiled(
-        self, number: int, held: Mapping[str, int], run: StageRun, inputs: Mapping[str, Tensor]
-    ) -> CompileOutcome:
+    def _compiled(self, number: int, held: Mapping[str, int], run: StageRun, inputs: StepInputs) -> CompileOutcome:
         module = self.modules[number]
         module.graph_module.needs = StageNeeds(held, self.in_flight[number], self.equal)
-        first = {name: value.chunk(self.microbatches)[0] for name, value in inputs.items()}
-        outcome = module.compile_ahead(stage_buffers(run.received[number], self.gradients.device), first)
+        received = stage_buffers(run.received[number], self.gradients.device)
+        outcome = module.compile_ahead(received, inputs.parts()[0])
         if outcome.step_peak is None and not outcome.from_cache:
             self._tell(f"nothing in stage {number} is trained, so that its graph is not planned")
         return outcome
@@ -211,22 +210,20 @@ class StageLimits:
             f"{least:,} bytes at least"
         )
 
-    def _beside(
-        self, step: Mapping[str, int], number: int, run: StageRun, inputs: Mapping[str, Tensor]
-    ) -> dict[str, int]:
+    def _beside(self, step: Mapping[str, int], number: int, run: StageRun, inputs: StepInputs) -> dict[str, int]:
         """Return the bytes of a step besides the graph of a stage, by purpose.
 
         The graph counts its own inputs. It frees the gradients that it receives, but their buffers stay.
         """
-        module = self.modules[number]
+        module, tensors = self.modules[number], inputs.all()
         return {
             **step,
             "parameters": step["parameters"] - sum(_storages(_tensors(module)).values()),
             "communication": step["communication"] - _bytes(run.received[number]),
-            "batch": step["batch"] - sum(inputs[root].nbytes for root in module.roots),
+            "batch": step["batch"] - sum(tensors[root].nbytes for root in module.roots),
         }
 
-    def _step(self, run: StageRun, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    def _step(self, run: StageRun, inputs: StepInputs) -> dict[str, int]:
         """Return the bytes of a step on this rank that do not depend on plans, by purpose."""
         gradients = self.gradients
         trained = [own_part(param).nbytes for param in gradients.updated() if param.requires_grad]
@@ -236,7 +233,7 @@ class StageLimits:
             "optimizer state": OPTIMIZER_STATES * sum(trained),
             "gradients": gradients.accumulated_bytes() + self._earlier,
             "communication": sum(self._buffers(number, run) for number in self.modules),
-            "batch": sum(value.nbytes for value in inputs.values()),
+            "batch": sum(value.nbytes for value in inputs.all().values()),
         }
 
     def _buffers(self, number: int, run: StageRun) -> int:
@@ -249,7 +246,7 @@ class StageLimits:
         held += max((number_of(node, tensor_bytes(node.meta.get("val"))) for node in sums), default=0)
         return held + self.holds_sent * (count - self.in_flight[number]) * _bytes(sent)
 
-    def _check_ends(self, run: StageRun, inputs: Mapping[str, Tensor]) -> int:
+    def _check_ends(self, run: StageRun, inputs: StepInputs) -> int:
         """Return the bytes at the beginning or the end of a step, whichever takes more; refuse a limit below."""
         moments = self.gradients.at_ends(self._step(run, inputs), earlier=self._earlier)
         when, held = max(moments.items(), key=lambda each: sum(each[1].values()))

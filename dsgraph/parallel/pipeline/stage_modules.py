@@ -96,6 +96,7 @@ class StageModule(nn.Module):
         roots: Names of the inputs of the model that it reads.
         queue: Gradients of weights that a zero-bubble schedule computes later; None for other schedules.
         keeps: The blocks that each micro-batch keeps; None: all. It needs a chain.
+        whole: Inputs of the running step that each micro-batch gets whole.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class StageModule(nn.Module):
         self.graph_module = graph_module
         self.roots, self._single = tuple(roots), single
         self.keeps: Keeps | None = None
+        self.whole: Mapping[str, Tensor] = {}
         self._chain = chain
         self._run: Callable[..., Any] = graph_module.__call__ if chain is None else chain.__call__
         self._hooked = WeakIdKeyDictionary()
@@ -143,7 +145,8 @@ class StageModule(nn.Module):
         return sent[0] if self._single else tuple(value.contiguous() for value in sent)
 
     def _call(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        arguments = [*received, *[inputs[root] for root in self.roots]]
+        given = {**inputs, **self.whole}
+        arguments = [*received, *[given[root] for root in self.roots]]
         results = self._run(*arguments) if self._deferred is None else self._deferred.call(self._run, arguments)
         return cast(Sequence[Tensor], results)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,39 @@ from dsgraph.ranks.equal_batches import argument_name
 from dsgraph.utils.errors import OptionError
 
 
+@dataclass(frozen=True)
+class StepInputs:
+    """The tensors of a step, by placeholders of a captured graph.
+
+    Attributes:
+        split: Tensors with the rows of all micro-batches.
+        whole: Tensors that each micro-batch gets whole.
+        count: Number of micro-batches.
+    """
+
+    split: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
+    count: int
+
+    def all(self) -> dict[str, Tensor]:
+        """Return all tensors of the step."""
+        return {**self.split, **self.whole}
+
+    def parts(self) -> list[dict[str, Tensor]]:
+        """Return the tensors of each micro-batch."""
+        chunks = {name: value.chunk(self.count) for name, value in self.split.items()}
+        return [
+            {**self.whole, **{name: parts[number] for name, parts in chunks.items()}} for number in range(self.count)
+        ]
+
+
 class StepArguments:
-    """The arguments of a step, of which each tensor has `microbatches` times the rows of the example."""
+    """The arguments of a step: tensors that are split into micro-batches, and values that each micro-batch gets whole.
+
+    A tensor with `microbatches` times the rows of the example is split along its first dimension. A tensor of the
+    example's own shape, and one without dimensions, is passed whole. Values that are not tensors are constants of the
+    captured graph.
+    """
 
     def __init__(
         self,
@@ -76,7 +108,24 @@ class StepArguments:
         if not self._loss_inside and target is None and needs_loss:
             raise OptionError(f"pipeline.{call}: loss_fn needs target=")
         self._check_target(call, target)
+        self._check_rows(call, leaves)
         return leaves
+
+    def inputs(self, leaves: Sequence[Any], names: Mapping[str, int], device: torch.device) -> StepInputs:
+        """Return the tensors of a step on the device of the stages.
+
+        Args:
+            leaves: The result of `leaves`.
+            names: Placeholder of an argument in a captured graph -> its number among the leaves.
+            device: The device.
+        """
+        tensors = {name: leaves[number].to(device) for name, number in names.items()}
+        whole = {name for name, number in names.items() if not self._is_split(leaves[number], self._leaves[number])}
+        return StepInputs(
+            {name: value for name, value in tensors.items() if name not in whole},
+            {name: value for name, value in tensors.items() if name in whole},
+            self._count,
+        )
 
     def by_name(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Return leaves by the names of the arguments, for errors."""
@@ -86,17 +135,43 @@ class StepArguments:
         """Return how a leaf differs from the example and what to do; empty if it does not."""
         if not isinstance(example, Tensor):
             is_same = not isinstance(leaf, Tensor) and leaf == example
-            return "" if is_same else f"is {_described(leaf)}, and the example's was {example!r}: pass that value"
-        if example.ndim == 0:
-            return "has no dimension to split into micro-batches: pass a number, or add a dimension of rows"
-        wanted = torch.Size((self._count * example.shape[0], *example.shape[1:]))
-        if isinstance(leaf, Tensor) and leaf.shape == wanted and leaf.dtype == example.dtype:
+            if is_same:
+                return ""
+            change = ", or, for a number that changes, a tensor without dimensions in the example and in each step"
+            return (
+                f"is {_described(leaf)}, and the example's was {example!r}: pass that value"
+                f"{change if isinstance(example, (int, float)) else ''}"
+            )
+        if isinstance(leaf, Tensor) and leaf.dtype == example.dtype and leaf.shape == example.shape:
+            return ""
+        if not example.ndim:
+            return f"is {_described(leaf)}, and the example's was {_described(example)}: pass such a tensor"
+        if self._is_split(leaf, example) and leaf.dtype == example.dtype:
             return ""
         rest = ", and drop the uneven rest of the data" if isinstance(leaf, Tensor) else ""
         return (
             f"is {_described(leaf)}, and {self._count} micro-batches of the example's shape are {example.dtype} of "
-            f"shape {tuple(wanted)}: pass such a tensor{rest}"
+            f"shape {tuple(self._rows_of(example))}: pass such a tensor{rest}; or one of shape {tuple(example.shape)}, "
+            "which each micro-batch gets whole"
         )
+
+    def _rows_of(self, example: Tensor) -> torch.Size:
+        """Return the shape of a complete batch."""
+        return torch.Size((self._count * example.shape[0], *example.shape[1:]))
+
+    def _is_split(self, leaf: Any, example: Any) -> bool:
+        """Return True if a tensor has the rows of all micro-batches."""
+        return isinstance(leaf, Tensor) and example.ndim > 0 and leaf.shape == self._rows_of(example)
+
+    def _check_rows(self, call: str, leaves: Sequence[Any]) -> None:
+        """Raise an error if each micro-batch would get the same rows: the arguments are probably those of one."""
+        given = [(leaf, like) for leaf, like in zip(leaves, self._leaves, strict=True) if isinstance(like, Tensor)]
+        if any(like.ndim for _, like in given) and not any(self._is_split(leaf, like) for leaf, like in given):
+            raise OptionError(
+                f"pipeline.{call}: all tensors have the shapes of the example, which is one micro-batch, and there are "
+                f"{self._count}: pass the complete batch, in which an argument has {self._count} times the rows of the "
+                "example, and drop the uneven rest of the data"
+            )
 
     def _check_target(self, call: str, target: Any) -> None:
         if target is None or (isinstance(target, Tensor) and target.ndim and not target.shape[0] % self._count):

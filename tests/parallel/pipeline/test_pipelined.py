@@ -133,6 +133,12 @@ def test_arguments_that_differ_from_the_example_are_named():
         ((x, 1), {"scale": 2.0}, r"argument 'target_rows' is 1, "),
         ((x[1:], y), {"scale": 2.0}, r"argument 'x' is torch.float32 of shape \(7, 4\), .* drop the uneven rest"),
         ((x, y), {"scale": torch.ones(())}, r"argument number 2 is .*, and the example's was 2.0: pass that value"),
+        ((x, y), {"scale": 3.0}, "pass that value, or, for a number that changes, a tensor without dimensions"),
+        (
+            (x[:ROWS], y[:ROWS]),
+            {"scale": 2.0},
+            "the shapes of the example, .* and there are 4: pass the complete batch",
+        ),
         ((x, y), {}, "pass the same arguments"),
         ((x, y), {"scale": 2.0, "target": 5}, "the model returns its loss: leave target out"),
     )
@@ -141,6 +147,18 @@ def test_arguments_that_differ_from_the_example_are_named():
             with pytest.raises(OptionError, match=rf"(?s)^pipeline\.{call.__name__}: .*{problem}"):
                 call(*args, **kwargs)
     assert float(piped.evaluate(x, y, scale=2.0)) == pytest.approx(float(piped.step(x, y, scale=2.0)), rel=1e-6)
+
+
+def test_a_number_that_changes_is_a_tensor():
+    x, y = _batch(0)
+    given = (x[:ROWS], y[:ROWS], torch.ones(()))
+    piped = dsgraph.pipeline(_Scaled(), init_device_mesh("cpu", (1,)), given, microbatches=COUNT)
+    losses = [float(piped.step(x, torch.zeros_like(y), torch.tensor(scale))) for scale in (1.0, 2.0)]
+    assert losses[1] == pytest.approx(4 * losses[0], rel=1e-5)
+    with pytest.raises(OptionError, match=r"argument 'scale' is torch.float32 of shape \(4,\), and .* shape \(\)"):
+        piped.step(x, y, torch.ones(COUNT))
+    rows = piped.evaluate(x, y[:ROWS], torch.ones(()))  # the same targets for each micro-batch
+    assert float(rows) == pytest.approx(float(piped.evaluate(x, y[:ROWS].repeat(COUNT, 1), torch.ones(()))), rel=1e-6)
 
 
 class _Logits(nn.Module):

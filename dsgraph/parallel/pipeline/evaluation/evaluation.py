@@ -18,6 +18,7 @@ from dsgraph.parallel.pipeline.fake_values import fake_values
 from dsgraph.parallel.pipeline.model_copy import default_device, without_values
 from dsgraph.parallel.pipeline.stage_modules import LossOf, StageModule
 from dsgraph.parallel.pipeline.stage_values import fetch_missing
+from dsgraph.parallel.pipeline.step_arguments import StepArguments
 from dsgraph.passes.compat import set_grad_enabled
 from dsgraph.passes.parallel.split_stages import stages_by_parameters
 from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
@@ -119,12 +120,13 @@ class Evaluation:
         self._captured: CapturedModel | None = None
         self._inputs: dict[str, int] = {}
 
-    def run(self, leaves: Sequence[Any], target: Tensor | None) -> tuple[Tensor | None, Any]:
+    def run(self, arguments: StepArguments, leaves: Sequence[Any], target: Tensor | None) -> tuple[Tensor | None, Any]:
         """Return this rank's part of the mean loss, which is 0 unless it has the last stage, and the model's output.
 
         The ranks of the pipeline call it together. The micro-batches go through the stages one after the other.
 
         Args:
+            arguments: What arguments of a step are like.
             leaves: The leaves of the arguments for the complete batch.
             target: The target of `loss_fn`.
 
@@ -140,17 +142,17 @@ class Evaluation:
                 self._capture()
         assert self._captured is not None
         count, device = self._loss.microbatches, self._held.device
-        inputs = {name: leaves[number].to(device).chunk(count) for name, number in self._inputs.items()}
+        inputs = arguments.inputs(leaves, self._inputs, device).parts()
         targets = [None] * count if target is None else target.to(device).chunk(count)
         values = fake_values(self._captured.graph_module, device)  # of the current autocast
         loss_node = None if self._loss.is_function and target is None else self._loss_node
         total = torch.zeros((), device=device)
         kept: list[Mapping[Node, Tensor]] = []
         with torch.no_grad():
-            for number in range(count):
-                results = self._run({name: parts[number] for name, parts in inputs.items()}, values)
+            for batch, rows in zip(inputs, targets, strict=True):
+                results = self._run(batch, values)
                 if results is not None and loss_node is not None:
-                    total += self._loss(results[loss_node], targets[number]).float()
+                    total += self._loss(results[loss_node], rows).float()
                 if results is not None and self._returns_outputs:
                     kept.append(results)
             output = self._output(self._captured, kept, leaves) if kept else None
