@@ -1653,9 +1653,39 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_split_stages.py",),
     ),
     Mutant(
-        *("split-cuts-before-writes", "passes/parallel/split_stages.py", "missing check"),
+        *("split-cuts-before-writes", "passes/parallel/crossing_bytes.py", "missing check"),
         *("crossing_bytes", "_writes(name)", "False"),
         killers=("tests/passes/parallel/test_split_stages.py",),
+    ),
+    Mutant(
+        *("written-buffers-in-two-stages", "passes/parallel/crossing_bytes.py", "missing check"),
+        *("crossing_bytes", "for nodes in together", "for nodes in ()"),
+        killers=("tests/distributed/test_pipeline_buffers.py",),
+    ),
+    Mutant(
+        *("statistics-of-the-first-micro-batch", "dsgraph/parallel/pipeline/stage_modules.py", "missing step"),
+        *("StageModule._call", "buffer.copy_(value)", "pass"),
+        killers=("tests/distributed/test_pipeline_buffers.py",),
+    ),
+    Mutant(
+        *("backwards-read-later-statistics", "dsgraph/parallel/pipeline/stage_modules.py", "missing copy"),
+        *("StageModule._call", "buffer.clone() for", "buffer for"),
+        killers=("tests/distributed/test_pipeline_buffers.py",),
+    ),
+    Mutant(
+        *("evaluation-keeps-first-statistics", "dsgraph/parallel/pipeline/captured_model.py", "missing check"),
+        *("capture_model", "or state[node.name][0] in changing", ""),
+        killers=("tests/distributed/test_pipeline_buffers.py",),
+    ),
+    Mutant(
+        *("running-statistics-unseen", "dsgraph/parallel/pipeline/fake_values.py", "missing check"),
+        *("_Effects.__torch_dispatch__", "func.name() in _WITH_STATISTICS and args[5]", "False"),
+        killers=("tests/distributed/test_pipeline_buffers.py",),
+    ),
+    Mutant(
+        *("capture-writes-to-the-model", "dsgraph/parallel/pipeline/written_buffers.py", "missing step"),
+        *("keeping_buffers", "buffer.detach().copy_(value)", "pass"),
+        killers=("tests/distributed/test_pipeline_buffers.py",),
     ),
 )
 

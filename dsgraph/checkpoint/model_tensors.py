@@ -36,6 +36,7 @@ class ModelTensors:
         layout: Number of ranks that share batches, operators and layers: `dp`, `tp` and `pp`; equal on all ranks.
         slices: The parameters of which tensor-parallel ranks hold a slice each.
         is_on_disk: True if parameters are on disk, also if this rank has no rows of them.
+        unsaved: Names of values that differ between ranks, and that another rank saves. This rank only loads them.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -46,6 +47,7 @@ class ModelTensors:
     layout: Mapping[str, int]
     slices: Mapping[str, ParameterSlice] = field(default_factory=dict)
     is_on_disk: bool = False
+    unsaved: Collection[str] = ()
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelTensors:

@@ -222,7 +222,8 @@ def _write_rank(folder: Path) -> None:
 
 def _stored(tensors: ModelTensors, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return all tensors of model and optimizer, by names that say which parameter they belong to."""
-    found = {f"model.{name}": tensors.full(name, value) for name, value in tensors.values.items()}
+    own = {name: value for name, value in tensors.values.items() if name not in tensors.unsaved}
+    found = {f"model.{name}": tensors.full(name, value) for name, value in own.items()}
     for name, key, value in _optimizer_state(tensors, optimizer):
         if isinstance(value, Tensor):
             saved = tensors.saved_key(name, key, hooks_of(optimizer).own_keys)

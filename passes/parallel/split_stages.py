@@ -7,14 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from torch import Tensor
 from torch.fx import Graph, Node
 
-from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.blocks import block_of, module_of
 
-from .root_values import regions
+from .crossing_bytes import crossing_bytes
 
 # How much more than the least possible the most loaded stage may cost, for cuts that fewer bytes cross.
 SLACK = 0.03
@@ -23,7 +21,7 @@ BALANCED = 1.10
 # Most cuts for the program below, which looks at pairs of them: it takes seconds.
 MOST_CUTS = 400
 
-_WRITERS = frozenset({"setitem", "iadd", "isub", "imul", "itruediv"})
+_NOTHING: Mapping[str, Collection[Node]] = {}
 
 
 @dataclass(frozen=True)
@@ -70,24 +68,31 @@ class SplitStages:
     seconds_per_byte: float = 0.0
     undivided: Collection[str] = ()
 
-    def plan(self, graph: Graph, costs: Mapping[Node, float], repeated: Collection[Node] = ()) -> StagePlan:
+    def plan(
+        self,
+        graph: Graph,
+        costs: Mapping[Node, float],
+        repeated: Collection[Node] = (),
+        together: Mapping[str, Collection[Node]] = _NOTHING,
+    ) -> StagePlan:
         """Return the stages of a graph.
 
         Args:
             graph: A captured forward; each node's `meta["val"]` holds its fake value.
             costs: Cost of each node, in any unit; a missing node costs nothing.
             repeated: Nodes that each stage that reads them computes locally: they cross no boundary.
+            together: Nodes that one stage must have, by the name of the buffer that they write.
 
         Raises:
             PassError: The graph has fewer legal stages, or a named split point is absent, illegal or out of order.
         """
         order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        crossing = crossing_bytes(order, set(repeated))
+        crossing = crossing_bytes(order, set(repeated), together.values())
         before = [0.0, *accumulate(costs.get(node, 0.0) for node in order)]
         # If nothing crosses, all nodes before the cut are repeated: that stage would compute nothing.
         legal = [at for at in range(1, len(order)) if 0 < crossing[at] < math.inf and not self._divides(order, at)]
         if self.split != "auto":
-            return _planned(order, self._named(order, legal), before, crossing)
+            return _planned(order, self._named(order, legal, together), before, crossing)
         blocks = [at for at in legal if _block(order[at - 1]) != _block(order[at])]
         chosen = self._choose(blocks, before, crossing)
         plan = _planned(order, chosen, before, crossing) if chosen else None
@@ -96,7 +101,7 @@ class SplitStages:
             if wider is None:
                 raise PassError(
                     f"SplitStages: the graph can be cut at {len(legal)} places, and {self.stages} stages need "
-                    f"{self.stages - 1}: use fewer stages"
+                    f"{self.stages - 1}: use fewer stages{_written(together)}"
                 )
             if (
                 chosen is None
@@ -125,7 +130,9 @@ class SplitStages:
         """
         return [2 / 3 * size * self.seconds_per_byte for size in sizes]
 
-    def _named(self, order: Sequence[Node], legal: Sequence[int]) -> list[int]:
+    def _named(
+        self, order: Sequence[Node], legal: Sequence[int], together: Mapping[str, Collection[Node]]
+    ) -> list[int]:
         if len(self.split) != self.stages - 1:
             raise PassError(
                 f"SplitStages: split has {len(self.split)} names, and {self.stages} stages need {self.stages - 1}, the "
@@ -140,6 +147,7 @@ class SplitStages:
             if start not in legal or (starts and start <= starts[-1]):
                 raise PassError(
                     f"SplitStages: no stage can begin with {name!r}: name another module, in the order of calls"
+                    f"{_written(_divided(order, start, together))}"
                 )
             starts.append(start)
         return starts
@@ -164,6 +172,7 @@ def stages_by_parameters(
     stages: Mapping[str, Collection[int]],
     count: int,
     repeated: Collection[Node] = (),
+    together: Mapping[str, Collection[Node]] = _NOTHING,
 ) -> StagePlan:
     """Return the stages of another forward of a model, whose parameters are on stages already.
 
@@ -175,12 +184,13 @@ def stages_by_parameters(
         stages: The stages that each parameter and buffer is on, by name.
         count: Number of stages.
         repeated: Nodes that each stage that reads them computes locally: they cross no boundary.
+        together: Nodes that one stage must have, by the name of the buffer that they write.
 
     Raises:
         PassError: The forward reads parameters in another order than that of their stages, or cannot be cut there.
     """
     order = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    crossing = crossing_bytes(order, set(repeated))
+    crossing = crossing_bytes(order, set(repeated), together.values())
     reads: list[tuple[int, int]] = []  # place, stage
     for place, node in enumerate(order):
         for read in node.all_input_nodes if node not in repeated else ():
@@ -195,18 +205,25 @@ def stages_by_parameters(
                     "split the model so that one stage has both"
                 )
             reads.append((place, min(later)))
+    cuts = _cuts_between(reads, crossing, count, hint=_written(together))
+    return _planned(order, cuts, [0.0] * (len(order) + 1), crossing)
+
+
+def _cuts_between(reads: Sequence[tuple[int, int]], crossing: Sequence[float], count: int, *, hint: str) -> list[int]:
+    """Return the cuts between the reads of parameters, as pairs of a place and a stage."""
     cuts: list[int] = []
     for stage in range(1, count):
         first = max([place + 1 for place, at in reads if at < stage] + cuts[-1:], default=0)
-        last = min([place for place, at in reads if at >= stage], default=len(order))
+        last = min([place for place, at in reads if at >= stage], default=len(crossing) - 1)
         legal = [place for place in range(first, last + 1) if math.isfinite(crossing[place])]
         if not legal:
             raise PassError(
                 f"stages: the forward cannot be cut between the parameters of stages {stage - 1} and {stage}, where "
                 "it writes in place or passes on a value that is not a tensor. Change it, or split the model elsewhere"
+                f"{hint}"
             )
         cuts.append(min(legal, key=lambda place: crossing[place]))
-    return _planned(order, cuts, [0.0] * (len(order) + 1), crossing)
+    return cuts
 
 
 def _best(
@@ -245,30 +262,16 @@ def _planned(
     )
 
 
-def crossing_bytes(order: Sequence[Node], repeated: Collection[Node]) -> list[float]:
-    """Return for each place the bytes that cross a cut before that node; infinite if a cut is illegal."""
-    at = {node: place for place, node in enumerate(order)}
-    crossing = [0.0] * (len(order) + 1)
-    for span in regions(order[0].graph) if order else ():
-        for node in span[1:]:
-            crossing[at.get(node, 0)] = math.inf
-    for place, node in enumerate(order):
-        name = getattr(node.target, "__name__", str(node.target))
-        readers = () if node in repeated else node.users
-        last = max((at.get(user, len(order) - 1) for user in readers), default=place)
-        is_tensor = isinstance(node.meta.get("val"), Tensor)
-        size = float(tensor_bytes(node.meta["val"])) if is_tensor else math.inf
-        for between in range(place + 1, last + 1):
-            crossing[between] += size
-        if _writes(name):  # what it writes to must not have been sent before
-            first = min((at[read] for read in node.all_input_nodes if read in at), default=place)
-            for between in range(first + 1, place + 1):
-                crossing[between] = math.inf
-    return crossing
+def _divided(order: Sequence[Node], at: int, together: Mapping[str, Collection[Node]]) -> dict[str, Collection[Node]]:
+    """Return the nodes that a cut would divide, though one stage must have them."""
+    before = set(order[:at])
+    return {name: nodes for name, nodes in together.items() if before & {*nodes} and {*nodes} - before}
 
 
-def _writes(name: str) -> bool:
-    return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+def _written(together: Mapping[str, Collection[Node]]) -> str:
+    """Return the end of an error: the buffers that one stage must write to."""
+    names = ", ".join(map(repr, together))
+    return f". The forward writes to {names}, and one stage must have all that writes to it" if names else ""
 
 
 def _block(node: Node) -> tuple[str, str] | None:

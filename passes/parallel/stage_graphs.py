@@ -14,6 +14,8 @@ from dsgraph.passes.analysis.budget import StageNeeds
 from .root_values import regions
 from .split_stages import StagePlan
 
+_NOTHING: Mapping[str, Node] = {}
+
 
 class StageGraphModule(GraphModule):
     """A stage of a pipeline, which averages its gradients over ranks itself.
@@ -38,6 +40,8 @@ class StageGraph:
         roots: Names of the placeholders of the captured graph that it reads.
         parameters: Names of the parameters and buffers that it reads.
         repeated: Names of the nodes of its graph that each stage that needs them computes locally.
+        written: Names of the buffers that it writes. Its graph takes their values after the root inputs, and returns
+            new ones after the sent values.
     """
 
     module: StageGraphModule
@@ -46,6 +50,7 @@ class StageGraph:
     roots: tuple[str, ...]
     parameters: tuple[str, ...]
     repeated: frozenset[str] = frozenset()
+    written: tuple[str, ...] = ()
 
 
 def return_only(gm: GraphModule, results: Sequence[Node]) -> None:
@@ -66,6 +71,7 @@ def stage_graphs(
     state: Mapping[str, tuple[str, Tensor]],
     results: Sequence[Node],
     repeated: Collection[Node] = (),
+    written: Mapping[str, Node] = _NOTHING,
 ) -> list[StageGraph]:
     """Cut a graph into its stages.
 
@@ -78,6 +84,7 @@ def stage_graphs(
         state: Placeholder of a parameter or buffer -> its name and itself.
         results: The results of the last stage.
         repeated: Nodes that each stage that reads them computes locally. A result is computed once, and relayed.
+        written: Placeholder of a buffer that the forward writes -> the node with its new value.
     """
     repeated = set(repeated).difference(results)
     of = {node: index for index, nodes in enumerate(plan.stages) for node in nodes}
@@ -98,6 +105,7 @@ def stage_graphs(
             received=crossing[index],
             sent=sent[index],
             repeated=repeated,
+            written={name: node for name, node in written.items() if of[node] == index},
         )
         for index, nodes in enumerate(plan.stages)
     ]
@@ -124,6 +132,7 @@ def _stage_graph(
     received: Sequence[Node],
     sent: Sequence[Node],
     repeated: Collection[Node],
+    written: Mapping[str, Node],
 ) -> StageGraph:
     graph, root = Graph(), nn.Module()
     copies: dict[Node, Node] = {node: graph.placeholder(f"received_{node.name}") for node in received}
@@ -131,8 +140,10 @@ def _stage_graph(
     attributes = {source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"}
     roots = [source for source in read if source.name not in state]
     copies.update((source, graph.placeholder(source.name)) for source in roots)
+    buffers = [node for node in nodes[0].graph.find_nodes(op="placeholder") if node.name in written] if written else []
+    copies.update((source, graph.placeholder(source.name)) for source in buffers)
     for source in read:
-        if source.name in state:
+        if source.name in state and source.name not in written:
             name, tensor = state[source.name]
             put(root, name, tensor)
             copies[source] = graph.get_attr(name)
@@ -143,15 +154,19 @@ def _stage_graph(
         copy.meta["val"] = source.meta.get("val")
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda source: copies[source])
-    graph.output(tuple(copies[node] for node in sent))
+    graph.output(tuple(copies[node] for node in (*sent, *(written[source.name] for source in buffers))))
     graph.lint()
+    module = StageGraphModule(root, graph)
+    for source in buffers:
+        put(module, *state[source.name])
     return StageGraph(
-        StageGraphModule(root, graph),
+        module,
         tuple(received),
         tuple(sent),
         tuple(source.name for source in roots),
-        tuple(state[source.name][0] for source in read if source.name in state),
+        tuple(state[source.name][0] for source in dict.fromkeys((*read, *buffers)) if source.name in state),
         frozenset(copies[node].name for node in nodes if node in repeated),
+        tuple(state[source.name][0] for source in buffers),
     )
 
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.passes.ir.blocks import block_of, module_of
 
-from .split_stages import crossing_bytes
+from .crossing_bytes import crossing_bytes
 from .stage_graphs import StageGraph, StageGraphModule
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-from dsgraph.compat.autograd import version_of
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
@@ -30,9 +29,12 @@ from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.passes.parallel.root_values import is_small, root_values
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
+from dsgraph.passes.parallel.split_stages import StagePlan
+from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
 from dsgraph.utils.errors import PartitionError
 
 from .fake_values import FakeRun
+from .written_buffers import Writes, assigned_buffers, find_writes, keeping_buffers
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 
@@ -114,6 +116,7 @@ class CapturedModel:
         slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
         repeated: Nodes that every rank can compute by itself, from inputs and small buffers.
         draws: True if the forward draws random numbers.
+        writes: The buffers that the forward writes to.
     """
 
     graph_module: GraphModule
@@ -125,6 +128,12 @@ class CapturedModel:
     slices: Mapping[str, ParameterSlice]
     repeated: frozenset[Node]
     draws: bool
+    writes: Writes
+
+    def stages(self, plan: StagePlan, results: Sequence[Node]) -> list[StageGraph]:
+        """Return the graphs of the stages of a plan, of which the last one returns these results."""
+        written, gm = self.writes.values, self.graph_module
+        return stage_graphs(gm, plan, state=self.state, results=results, repeated=self.repeated, written=written)
 
     def returned(self) -> list[Node]:
         """Return the nodes of the tensors in the output, without those of a cache, which is no part of it.
@@ -143,8 +152,9 @@ def capture_model(
     kwargs: Mapping[str, Any],
     device: torch.device,
     costs: CostModel | None = None,
+    changing: Collection[str] = (),
 ) -> CapturedModel:
-    """Capture a model's forward by Dynamo.
+    """Capture a model's forward by Dynamo. Buffers keep their values.
 
     Args:
         model: An unmodified model on the device of the stages, or its copy of `without_values`.
@@ -152,35 +162,41 @@ def capture_model(
         kwargs: Keyword arguments of one micro-batch.
         device: The device of the stages.
         costs: The cost model; None: the defaults of the device type.
+        changing: Names of buffers that another forward writes to, so that only one stage has their values.
 
     Raises:
-        PartitionError: The forward has a graph break, writes to a buffer, or reads a tensor that is neither input nor
-            part of the model.
+        PartitionError: The forward has a graph break, writes to a parameter, or reads a tensor that is neither input
+            nor part of the model.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]  # now: the forward may replace a buffer
     mode = detect_fake_mode([tensor for _, tensor in tensors])
     args, kwargs = map_tensors(
         lambda tensor: fake_like(tensor, mode, device=device) if mode else tensor.to(device), (args, dict(kwargs))
     )
-    with mode or nullcontext():
-        gm, values, output = _graph_of(model, args, kwargs, is_copy=mode is not None)
-    state, inputs = _origins(gm, values, tensors=tensors, leaves=flatten_tree((args, kwargs))[0])
+    with mode or nullcontext(), keeping_buffers(model, has_values=mode is None):
+        gm, values, results, output = _graph_of(model, args, kwargs, is_copy=mode is not None)
+        leaves = flatten_tree((args, kwargs))[0]
+        assigned = assigned_buffers(model, tensors, results=results, arguments=leaves)
+    state, inputs = _origins(gm, values, tensors=tensors, leaves=leaves)
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
     run = FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
     run.values_of(values)
-    _refuse_changes(gm, state)
+    writes = find_writes(gm, run, state, assigned=dict(tensors), numbers=assigned)
     held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
     apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
+    apart |= {node for node in held if node.name in writes.values or state[node.name][0] in changing}
     repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
-    results: Any = gm.graph.output_node().args[0]
-    return CapturedModel(gm, state, inputs, list(results), output, run.costs, slices, repeated, bool(run.effects.draws))
+    nodes: Any = gm.graph.output_node().args[0]
+    return CapturedModel(
+        gm, state, inputs, list(nodes), output, run.costs, slices, repeated, bool(run.effects.draws), writes
+    )
 
 
 def _graph_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_copy: bool
-) -> tuple[GraphModule, Sequence[Any], OutputTree]:
-    """Return the forward as Dynamo captures it, the values of its placeholders, and the structure of its output."""
+) -> tuple[GraphModule, Sequence[Any], Sequence[Any], OutputTree]:
+    """Return the forward as Dynamo captures it, the values of its placeholders and results, and the output's tree."""
     kept: list[Any] = []
 
     def keep(gm: GraphModule, inputs: Sequence[Any]) -> Any:
@@ -204,7 +220,7 @@ def _graph_of(
     gm, values, results = kept
     kept.clear()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
     leaves = flatten_tree((args, kwargs))[0]
-    return gm, values, OutputTree.of(output, results=results, inputs=values, arguments=leaves)
+    return gm, values, results, OutputTree.of(output, results=results, inputs=values, arguments=leaves)
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -272,15 +288,6 @@ def _own_slices(
     placeholders = gm.graph.find_nodes(op="placeholder")
     new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
     return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
-
-
-def _refuse_changes(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> None:
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if node.name in state and version_of(node.meta["val"]) > 0:
-            raise PartitionError(
-                f"pipeline: the forward writes to {state[node.name][0]!r}, once a micro-batch on one rank alone: "
-                "call eval() on the module that does, or use one without running statistics"
-            )
 
 
 def _places(values: Sequence[Any]) -> dict[int, int]:

@@ -26,14 +26,17 @@ def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
     return run.values_of([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
 
 
+# Ops that write to running statistics, their fourth and fifth arguments, if the sixth is True; schemas do not say so.
+_WITH_STATISTICS = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+
+
 class _Effects(TorchDispatchMode):
     """A dispatch mode that records which nodes draw random numbers, and which memory is written to.
 
     Attributes:
         node: The node that is run.
         draws: Nodes that draw.
-        writes: Nodes that write.
-        written: Storages that are written to.
+        writers: The nodes that write to each storage.
     """
 
     supports_higher_order_operators = True
@@ -42,8 +45,7 @@ class _Effects(TorchDispatchMode):
         super().__init__()
         self.node: Node | None = None
         self.draws: set[Node | None] = set()
-        self.writes: set[Node | None] = set()
-        self.written: set[int] = set()
+        self.writers: dict[int, set[Node | None]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, OpOverload):  # a higher-order operator, whose effects are unknown
@@ -51,11 +53,18 @@ class _Effects(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.add(self.node)
-        for argument, value in zip(schema_of(func).arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
-                self.writes.add(self.node)
-                self.written.add(storage_id(value))
-        return func(*args, **(kwargs or {}))
+        given, named = schema_of(func).arguments, kwargs or {}
+        for argument, value in zip(given, [*args, *(named.get(each.name) for each in given[len(args) :])], strict=True):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._note(value)
+        if func.name() in _WITH_STATISTICS and args[5]:
+            self._note(args[3:5])
+        return func(*args, **named)
+
+    def _note(self, written: Any) -> None:
+        for value in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(value, Tensor):
+                self.writers.setdefault(storage_id(value), set()).add(self.node)
 
 
 class FakeRun(Interpreter):
@@ -86,9 +95,22 @@ class FakeRun(Interpreter):
         written = {
             node
             for node, value in self._values.items()
-            if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.written)
+            if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.writers)
         }
-        return written | {node for node in self.effects.draws | self.effects.writes if node is not None}
+        return written | {node for node in self.effects.draws.union(*self.effects.writers.values()) if node is not None}
+
+    def writers(self, node: Node) -> set[Node]:
+        """Return the nodes that write to the memory of a node's value."""
+        value = self._values[node]
+        if not isinstance(value, Tensor) or is_batched(value):
+            return set()
+        return {writer for writer in self.effects.writers.get(storage_id(value), ()) if writer is not None}
+
+    def sharing(self, node: Node) -> list[Node]:
+        """Return the nodes whose values share memory with that of a node, itself included."""
+        memory = storage_id(self._values[node])
+        plain = [(each, value) for each, value in self._values.items() if isinstance(value, Tensor)]
+        return [each for each, value in plain if not is_batched(value) and storage_id(value) == memory]
 
     def run_node(self, n: Node) -> Any:
         """Run a node; see torch."""

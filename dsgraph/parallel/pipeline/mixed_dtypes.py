@@ -44,6 +44,8 @@ def refuse_mixed_dtypes(captured: CapturedModel, dtype: torch.dtype) -> None:
         operands = [read for read in node.all_input_nodes if _dtype(read) is not None]
         if _name(node) in _NORMS:
             operands = operands if _dtype(operands[0]) != dtype else []
+        elif _name(node) == "batch_norm":  # its input may be narrower than its statistics and weights
+            operands = operands[1:]
         elif _name(node) == "scaled_dot_product_attention":  # a mask may be float32
             operands = [read for read in operands if read in node.args[:3]]
         elif _name(node) not in _PRODUCTS or (_name(node) == "einsum" and not _sums_products(str(node.args[0]))):

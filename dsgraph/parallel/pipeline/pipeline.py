@@ -18,7 +18,7 @@ from dsgraph.compiler.options import parse_options
 from dsgraph.partitioning.forward_inputs import cast_floating
 from dsgraph.passes import CostModel
 from dsgraph.passes.parallel.split_stages import SplitStages
-from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
+from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches
 from dsgraph.ranks.mesh import axis_group, mesh_axes, mesh_ranks
@@ -96,7 +96,7 @@ def pipeline(
 
     Raises:
         OptionError: The schedule, stages and micro-batches do not fit each other, or an option is wrong.
-        PartitionError: The model cannot be captured or writes to a buffer, or an argument for `partition` is wrong.
+        PartitionError: The model cannot be captured or writes to a parameter, or an argument for `partition` is wrong.
         PassError: The graph cannot be cut there.
         RanksDisagreeError: The ranks would run different pipelines.
     """
@@ -115,8 +115,8 @@ def pipeline(
     gm = captured.graph_module
     return_only(gm, results := captured.returned() if result is None else [result])
     splits = SplitStages(count, split, seconds_per_byte=_seconds_per_byte(costs), undivided=techniques.drops)
-    plan = splits.plan(gm.graph, captured.costs, captured.repeated)
-    graphs = stage_graphs(gm, plan, state=captured.state, results=results, repeated=captured.repeated)
+    plan = splits.plan(gm.graph, captured.costs, captured.repeated, captured.writes.together)
+    graphs = captured.stages(plan, results)
     techniques.check(graphs)
     first = f"{schedule}, {microbatches} micro-batches, blocks {sorted(paths)}"
     agreement.confirm("run different pipelines", [first, *describe_stages(graphs)])
@@ -257,5 +257,7 @@ def _own_stages(
     last, found = len(graphs) - 1, {}
     for number in held:
         graph, chain = graphs[number], StageChain(graphs[number], paths) if paths else None
-        found[number] = StageModule(graph.module, graph.roots, single=number == last, defers=defers, chain=chain)
+        found[number] = StageModule(
+            graph.module, graph.roots, single=number == last, defers=defers, chain=chain, written=graph.written
+        )
     return found

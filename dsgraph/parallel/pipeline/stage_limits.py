@@ -218,7 +218,7 @@ class StageLimits:
         module, tensors = self.modules[number], inputs.all()
         return {
             **step,
-            "parameters": step["parameters"] - sum(_storages(_tensors(module)).values()),
+            "parameters": step["parameters"] - sum(_storages(_tensors(module, is_read=True)).values()),
             "communication": step["communication"] - _bytes(run.received[number]),
             "batch": step["batch"] - sum(tensors[root].nbytes for root in module.roots),
         }
@@ -279,8 +279,11 @@ def _check(schedule: str, loss: LossOf) -> None:
         )
 
 
-def _tensors(module: StageModule) -> list[Tensor]:
-    return [*module.graph_module.parameters(), *module.graph_module.buffers()]
+def _tensors(module: StageModule, *, is_read: bool = False) -> list[Tensor]:
+    """Return the parameters and buffers of a stage; with `is_read` those that its graph reads, and not a copy of."""
+    copied = {id(buffer) for buffer in module.written if is_read}
+    buffers = [buffer for buffer in module.graph_module.buffers() if id(buffer) not in copied]
+    return [*module.graph_module.parameters(), *buffers]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -97,6 +97,7 @@ class StageModule(nn.Module):
         queue: Gradients of weights that a zero-bubble schedule computes later; None for other schedules.
         keeps: The blocks that each micro-batch keeps; None: all. It needs a chain.
         whole: Inputs of the running step that each micro-batch gets whole.
+        written: The buffers that it writes.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class StageModule(nn.Module):
         single: bool,
         defers: bool = False,
         chain: StageChain | None = None,
+        written: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        self.written = [graph_module.get_buffer(name) for name in written]
         self.queue = WeightQueue() if defers else None
         self._deferred = None if self.queue is None else defer_weights(graph_module, self.queue)
         self.graph_module = graph_module
@@ -146,9 +149,13 @@ class StageModule(nn.Module):
 
     def _call(self, received: Sequence[Tensor], inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
         given = {**inputs, **self.whole}
-        arguments = [*received, *[given[root] for root in self.roots]]
+        buffers = [buffer.clone() for buffer in self.written]  # a backward may read those of its own micro-batch
+        arguments = [*received, *[given[root] for root in self.roots], *buffers]
         results = self._run(*arguments) if self._deferred is None else self._deferred.call(self._run, arguments)
-        return cast(Sequence[Tensor], results)
+        own = len(results) - len(self.written)
+        for buffer, value in zip(self.written, results[own:], strict=True):
+            buffer.copy_(value)
+        return cast(Sequence[Tensor], results[:own])
 
     def _gradient_contiguous(self, received: Tensor) -> None:
         """Make the gradient of a received value contiguous: it is sent back, and autograd may give it any strides."""

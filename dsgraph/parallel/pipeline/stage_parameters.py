@@ -95,7 +95,8 @@ class StageParameters:
         """Save parameters, buffers and an optimizer, for any layout. All ranks call it.
 
         The format is that of an engine's checkpoints. During the call a rank holds the full tensors of its
-        tensor-parallel slices. A checkpoint of the same tag is replaced when the new one is complete.
+        tensor-parallel slices. Running statistics are those of the first data-parallel rank. A checkpoint of the same
+        tag is replaced when the new one is complete.
 
         Args:
             folder: A folder on a file system that all ranks share.
@@ -140,8 +141,13 @@ class StageParameters:
     def checkpoint_tensors(self) -> ModelTensors:
         """Return this rank's parameters and buffers as a checkpoint stores them."""
         values: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        unsaved = set[str]()
         for stage in self._stages.values():
-            values.update(pair for pair in stage.graph_module.named_buffers() if pair[0] in self._sizes)
+            buffers = {name: value for name, value in stage.graph_module.named_buffers() if name in self._sizes}
+            values.update(buffers)
+            own = {id(buffer) for buffer in stage.written}
+            if self.data_parallel is not None and self.data_parallel.rank() > 0:  # the first rank saves its statistics
+                unsaved |= {name for name, value in buffers.items() if id(value) in own}
         pp, dp = len(self.report.stages_of_ranks), self.data_parallel.size() if self.data_parallel else 1
         return ModelTensors(
             parameters=dict(self.named_parameters()),
@@ -151,6 +157,7 @@ class StageParameters:
             put=partial(copy_into, values),
             layout={"dp": dp, "tp": dist.get_world_size() // (dp * pp), "pp": pp},
             slices=self._gradients.slices,
+            unsaved=unsaved,
         )
 
     def zero_grad(self) -> None:

@@ -182,11 +182,14 @@ class _Wide(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.norm, self.linear, self.way = nn.LayerNorm(4), nn.Linear(4, 4), way
+        self.statistics = nn.BatchNorm1d(4)
         self.register_buffer("places", torch.linspace(0, 1, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "norm":
             return self.norm(x + self.places).mean()
+        if self.way == "statistics":
+            return self.statistics(self.linear(x)).mean()
         if self.way == "product":
             return self.linear((x * self.places).sin()).mean()
         if self.way == "made":
@@ -207,6 +210,7 @@ class _Wide(nn.Module):
     [
         ("norm", r"layer_norm in 'norm' gets torch.float32 and torch.bfloat16: buffer 'places' is torch.float32"),
         ("product", r"linear in 'linear' gets torch.float32 and torch.bfloat16: buffer 'places' is torch.float32"),
+        ("statistics", r"batch_norm in 'statistics' gets .*: buffer 'statistics.running_mean' is torch.float32"),
         ("made", r"linear in 'linear' gets .*: the value 'ones' that the forward makes is torch.float32"),
         *((way, "") for way in ("autocast", "cast", "mask", "scale")),
     ],

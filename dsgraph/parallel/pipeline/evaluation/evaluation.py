@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from dsgraph.parallel.pipeline.stage_values import fetch_missing
 from dsgraph.parallel.pipeline.step_arguments import StepArguments
 from dsgraph.passes.compat import set_grad_enabled
 from dsgraph.passes.parallel.split_stages import stages_by_parameters
-from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only, stage_graphs
+from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import OptionError, PartitionError
 
@@ -34,6 +34,7 @@ class Held:
         tensors: Parameters and buffers of this rank's stages, by name.
         stages: For each parameter and buffer of the model, by name, the stages that read it.
         rank_of: The rank of each stage.
+        written: Names of the buffers that the forward in training writes, of which one stage has the values.
         group: The ranks of the pipeline.
         device: Their device.
     """
@@ -41,6 +42,7 @@ class Held:
     tensors: Mapping[str, Tensor]
     stages: Mapping[str, Sequence[int]]
     rank_of: Sequence[int]
+    written: frozenset[str]
     group: dist.ProcessGroup
     device: torch.device
 
@@ -69,7 +71,8 @@ class Held:
             name: tensor for module in modules for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
         rank_of = {stage: rank for rank, numbers in enumerate(held) for stage in numbers}
-        return Held(own, stages, [rank_of[stage] for stage in range(len(graphs))], group, device)
+        written = frozenset(name for graph in graphs for name in graph.written)
+        return Held(own, stages, [rank_of[stage] for stage in range(len(graphs))], written, group, device)
 
 
 class Evaluation:
@@ -197,7 +200,7 @@ class Evaluation:
         args, kwargs = self._example
         held = self._held
         with default_device(held.device if self._is_moved else None):
-            captured = capture_model(self._model, args, kwargs=kwargs, device=held.device)
+            captured = capture_model(self._model, args, kwargs=kwargs, device=held.device, changing=held.written)
         _drop_grad_modes(captured.graph_module)
         results = self._results(captured)
         return_only(captured.graph_module, results)
@@ -207,6 +210,12 @@ class Evaluation:
                 f"pipeline: the forward in eval() reads {missing[0]!r}, which that of training does not, and no stage "
                 "holds it"
             )
+        for name in captured.writes.together:
+            if len(held.stages.get(name, ())) > 1:
+                raise PartitionError(
+                    f"pipeline: the forward in eval() writes to buffer {name!r}, of which {len(held.stages[name])} "
+                    "stages hold copies, because that of training only reads it: write to it in training as well"
+                )
         state = {key: (name, held.tensors.get(name, tensor)) for key, (name, tensor) in captured.state.items()}
         plan = stages_by_parameters(
             captured.graph_module.graph,
@@ -214,13 +223,17 @@ class Evaluation:
             stages=held.stages,
             count=len(held.rank_of),
             repeated=captured.repeated,
+            together=captured.writes.together,
         )
-        graphs = stage_graphs(captured.graph_module, plan, state=state, results=results, repeated=captured.repeated)
+        graphs = replace(captured, state=state).stages(plan, results)
         self._agreement.confirm("evaluate different pipelines", describe_stages(graphs))
         fetch_missing(graphs, held.tensors, held.stages, rank_of=held.rank_of, group=held.group, device=held.device)
         own = [number for number, rank in enumerate(held.rank_of) if rank == held.group.rank()]
         self._modules = {
-            number: StageModule(graphs[number].module, graphs[number].roots, single=False) for number in own
+            number: StageModule(
+                graphs[number].module, graphs[number].roots, single=False, written=graphs[number].written
+            )
+            for number in own
         }
         for module in self._modules.values() if self._options is not None else ():
             module.compile_graph(self._options or {})
