@@ -1503,7 +1503,7 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_outputs.py",),
     ),
     Mutant(
-        *("returned-arguments-left-out", "dsgraph/parallel/pipeline/captured_model.py", "missing term"),
+        *("returned-arguments-left-out", "dsgraph/parallel/pipeline/evaluation/output_tree.py", "missing term"),
         *("OutputTree.of", "if isinstance(leaf, Tensor)", "if isinstance(leaf, Tensor) and id(leaf) not in given"),
         killers=("tests/parallel/pipeline/test_captured_model.py",),
     ),
@@ -1614,8 +1614,23 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline.py::test_compiled_stages_are_those_of_the_unsplit_model",),
     ),
     Mutant(
+        *("random-values-share-a-seed", "passes/parallel/seed_draws.py", "wrong index"),
+        *("seed_draws", "(made[0], 1, len(made) - 1)", "(made[0], 1, 0)"),
+        killers=("tests/passes/parallel/test_seed_draws.py",),
+    ),
+    Mutant(
+        *("replicas-share-seeds", "dsgraph/parallel/pipeline/step_arguments.py", "wrong index"),
+        *("StepArguments._seeds", "[rank * self._count : (rank + 1) * self._count]", "[: self._count]"),
+        killers=("tests/distributed/test_pipeline_random.py",),
+    ),
+    Mutant(
+        *("seeds-of-the-rank", "inductor_ext/kernels/seeded_random.py", "missing term"),
+        *("seeded_random", "int(seed)", "torch.initial_seed()"),
+        killers=("tests/inductor_ext/kernels/test_seeded_random.py",),
+    ),
+    Mutant(
         *("random-values-repeated", "dsgraph/parallel/pipeline/captured_model.py", "missing check"),
-        *("capture_model", "run.impure", "set"),
+        *("_repeated", "run.impure", "set"),
         killers=("tests/parallel/pipeline/test_captured_model.py",),
     ),
     Mutant(
@@ -1674,7 +1689,7 @@ PARALLEL = (
     ),
     Mutant(
         *("evaluation-keeps-first-statistics", "dsgraph/parallel/pipeline/captured_model.py", "missing check"),
-        *("capture_model", "or state[node.name][0] in changing", ""),
+        *("capture_model", "*changing, ", ""),
         killers=("tests/distributed/test_pipeline_buffers.py",),
     ),
     Mutant(

@@ -37,7 +37,8 @@ def crossing_bytes(
         for between in range(place + 1, last + 1):
             crossing[between] += size
         if _writes(name):  # what it writes to must not have been sent before
-            first = min((at[read] for read in node.all_input_nodes if read in at), default=place)
+            own = (at[read] for read in node.all_input_nodes if read in at and read not in repeated)
+            first = min(own, default=place)
             for between in range(first + 1, place + 1):
                 crossing[between] = math.inf
     return crossing

@@ -104,6 +104,7 @@ def _products() -> dict[str, Call]:
             (x, weight, target, None, _wide(4)),
             {"needs": [True, True, False], **_COMMON},
         ),
+        "seeded_random": ((torch.empty(1, dtype=torch.int64, device=CPU), x, False), {}),
         "pack_signs": ((_wide(8, 128), 1000), {}),
         "unpack_signs": ((_bytes(8, 20), 128), {}),
         "fake_quantize": (

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
-from dsgraph.compat.tensors import flatten_tree, map_tensors, unflatten_tree
+from dsgraph.compat.tensors import flatten_tree, map_tensors
 from dsgraph.compiler.remedies import remedy
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import (
@@ -27,79 +27,16 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import all_graph_modules, bodies, replace_and_erase
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.passes.parallel.root_values import is_small, root_values
+from dsgraph.passes.parallel.seed_draws import seed_draws
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.passes.parallel.split_stages import StagePlan
 from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
 from dsgraph.utils.errors import PartitionError
 
+from .evaluation.output_tree import OutputTree
 from .fake_values import FakeRun
 from .written_buffers import Writes, assigned_buffers, find_writes, keeping_buffers
-
-_PLAIN = (bool, int, float, complex, str, bytes)
-
-
-@dataclass(frozen=True)
-class OutputTree:
-    """The structure of a model's output: tuples, lists, dicts and classes that torch's pytrees know.
-
-    Attributes:
-        leaves: The numbers and texts among the leaves; None for tensors, and for objects of other classes.
-        results: Leaf -> number of the graph's result.
-        arguments: Leaf -> number of the argument that the model returns unchanged.
-        problem: Why the output cannot be made again from these parts; empty if it can.
-    """
-
-    leaves: Sequence[Any]
-    results: Mapping[int, int]
-    arguments: Mapping[int, int]
-    problem: str
-    _spec: Any
-
-    @staticmethod
-    def of(output: Any, *, results: Sequence[Any], inputs: Sequence[Any], arguments: Sequence[Any]) -> OutputTree:
-        """Return the structure of an output, without its values.
-
-        Args:
-            output: What the model returned.
-            results: What its graph returned.
-            inputs: What its graph was given.
-            arguments: The leaves of the model's arguments.
-        """
-        leaves, spec = flatten_tree(output)
-        fixed, given = _places(inputs), _places(arguments)
-        computed = {key: number for key, number in _places(results).items() if key not in fixed}
-        tensors = {number: id(leaf) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        of_results = {number: computed[key] for number, key in tensors.items() if key in computed}
-        of_arguments = {number: given[key] for number, key in tensors.items() if key in given}
-        problem = ""
-        if not tensors:
-            problem = (
-                f"it is a {type(output).__name__}, in which no tensor is found: return a tuple, a dict or a class that "
-                "is registered with torch.utils._pytree"
-            )
-        elif len(of_results) + len(of_arguments) < len(tensors):
-            problem = "a tensor in it is neither computed nor an argument, such as a parameter: leave it out"
-        plain = [leaf if isinstance(leaf, _PLAIN) else None for leaf in leaves]
-        return OutputTree(plain, of_results, of_arguments, problem, spec)
-
-    def filled(self, results: Mapping[int, Tensor], arguments: Mapping[int, Tensor]) -> Any:
-        """Return an output with these values of results and arguments, by their numbers."""
-        leaves = list(self.leaves)
-        for number, source in self.results.items():
-            leaves[number] = results[source]
-        for number, source in self.arguments.items():
-            leaves[number] = arguments[source]
-        return unflatten_tree(leaves, self._spec)
-
-    def check(self) -> None:
-        """Raise an error if the output cannot be made again.
-
-        Raises:
-            PartitionError: Says why.
-        """
-        if self.problem:
-            raise PartitionError(f"pipeline: the model's output cannot be returned: {self.problem}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +53,8 @@ class CapturedModel:
         slices: Parameters of which each tensor-parallel rank holds a slice, by name; `state` has this rank's.
         repeated: Nodes that every rank can compute by itself, from inputs and small buffers.
         draws: True if the forward draws random numbers.
+        seeds: Number of its random values that have a seed of their own, see `seed_draws`.
+        unseeded: The functions that draw random numbers of each rank, with the modules that call them.
         writes: The buffers that the forward writes to.
     """
 
@@ -128,6 +67,8 @@ class CapturedModel:
     slices: Mapping[str, ParameterSlice]
     repeated: frozenset[Node]
     draws: bool
+    seeds: int
+    unseeded: Sequence[str]
     writes: Writes
 
     def stages(self, plan: StagePlan, results: Sequence[Node]) -> list[StageGraph]:
@@ -180,17 +121,31 @@ def capture_model(
     state, inputs = _origins(gm, values, tensors=tensors, leaves=leaves)
     slices = _slices(gm, state)
     values, state = _own_slices(gm, values, state)
+    seeds = seed_draws(gm)
+    values += [torch.zeros(1, len(seeds), dtype=torch.int64)] if seeds else []
     run = FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
     run.values_of(values)
+    run.costs.update(dict.fromkeys(seeds, 0.0))  # each stage computes its own, of one number
     writes = find_writes(gm, run, state, assigned=dict(tensors), numbers=assigned)
-    held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
-    apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
-    apart |= {node for node in held if node.name in writes.values or state[node.name][0] in changing}
-    repeated = frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
+    repeated = _repeated(gm, run, state, {*changing, *(state[name][0] for name in writes.values)})
     nodes: Any = gm.graph.output_node().args[0]
     return CapturedModel(
-        gm, state, inputs, list(nodes), output, run.costs, slices, repeated, bool(run.effects.draws), writes
+        *(gm, state, inputs, list(nodes), output, run.costs, slices, repeated),
+        draws=bool(run.effects.draws or seeds),
+        seeds=len(seeds),
+        unseeded=run.unseeded(),
+        writes=writes,
     )
+
+
+def _repeated(
+    gm: GraphModule, run: FakeRun, state: Mapping[str, tuple[str, Tensor]], changing: Collection[str]
+) -> frozenset[Node]:
+    """Return the nodes that every rank can compute by itself, from inputs and small buffers that do not change."""
+    held = {node for node in gm.graph.find_nodes(op="placeholder") if node.name in state}
+    apart = {node for node in held if isinstance(state[node.name][1], nn.Parameter) or not is_small(node)}
+    apart |= {node for node in held if state[node.name][0] in changing}
+    return frozenset(root_values(gm.graph, parameters=apart, impure=run.impure()))
 
 
 def _graph_of(
@@ -288,8 +243,3 @@ def _own_slices(
     placeholders = gm.graph.find_nodes(op="placeholder")
     new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
     return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
-
-
-def _places(values: Sequence[Any]) -> dict[int, int]:
-    """Return the place of each tensor, by its identity."""
-    return {id(value): number for number, value in enumerate(values) if isinstance(value, Tensor)}

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import FakeTensorMode, OpOverload, TorchDispatchMode, is_batched, schema_of, storage_id
+from dsgraph.passes.ir.blocks import module_of
 
 
 def fake_values(gm: GraphModule, device: torch.device) -> dict[Node, Any]:
@@ -35,7 +36,8 @@ class _Effects(TorchDispatchMode):
 
     Attributes:
         node: The node that is run.
-        draws: Nodes that draw.
+        draws: Nodes that draw, or that may.
+        certain: Those that do, with the op.
         writers: The nodes that write to each storage.
     """
 
@@ -45,18 +47,26 @@ class _Effects(TorchDispatchMode):
         super().__init__()
         self.node: Node | None = None
         self.draws: set[Node | None] = set()
+        self.certain: dict[Node | None, str] = {}
         self.writers: dict[int, set[Node | None]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, OpOverload):  # a higher-order operator, whose effects are unknown
             self.draws.add(self.node)
             return func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        certain = torch.Tag.nondeterministic_seeded in func.tags
+        if certain:
             self.draws.add(self.node)
         given, named = schema_of(func).arguments, kwargs or {}
-        for argument, value in zip(given, [*args, *(named.get(each.name) for each in given[len(args) :])], strict=True):
+        for argument, value in zip(
+            given, [*args, *(named.get(each.name, each.default_value) for each in given[len(args) :])], strict=True
+        ):
+            if argument.name == "dropout_p" and value == 0.0:
+                certain = False
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._note(value)
+        if certain:
+            self.certain[self.node] = func.name()
         if func.name() in _WITH_STATISTICS and args[5]:
             self._note(args[3:5])
         return func(*args, **named)
@@ -98,6 +108,11 @@ class FakeRun(Interpreter):
             if isinstance(value, Tensor) and (is_batched(value) or storage_id(value) in self.effects.writers)
         }
         return written | {node for node in self.effects.draws.union(*self.effects.writers.values()) if node is not None}
+
+    def unseeded(self) -> list[str]:
+        """Return the ops that draw random numbers, with the modules that call them."""
+        pairs = [(op, (node and module_of(node)) or "the model") for node, op in self.effects.certain.items()]
+        return list(dict.fromkeys(f"{op} in {module}" for op, module in pairs))
 
     def writers(self, node: Node) -> set[Node]:
         """Return the nodes that write to the memory of a node's value."""

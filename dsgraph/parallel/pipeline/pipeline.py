@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -109,6 +110,7 @@ def pipeline(
     twin = _twin(model, device, param_dtype)
     is_moved = any(tensor.device != device for tensor in (*model.parameters(), *model.buffers()))
     captured = _captured(model, example, dtype=param_dtype, is_moved=is_moved, device=device, costs=costs)
+    _tell_unseeded(captured)
     example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
     result = result_of(captured, is_loss=loss_fn is None)
@@ -155,11 +157,12 @@ def pipeline(
         report=report,
         inputs=captured.inputs,
         arguments=StepArguments(
-            example, inputs=captured.inputs, microbatches=microbatches, loss_inside=loss_fn is None, dtype=param_dtype
+            example, captured.inputs, data_parallel, count=microbatches, loss_inside=loss_fn is None, dtype=param_dtype
         ),
         device=device,
         equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
         draws=captured.draws,
+        seeds=captured.seeds,
         **saved,
     )
 
@@ -203,6 +206,15 @@ def _captured(
     if dtype is not None:
         refuse_mixed_dtypes(captured, dtype)
     return with_values(captured, model)
+
+
+def _tell_unseeded(captured: CapturedModel) -> None:
+    if captured.unseeded:
+        warnings.warn(
+            f"pipeline: {', '.join(captured.unseeded)} draw random numbers of each rank, so that runs in other layouts "
+            "differ: use dropout, attention, rand, randn, bernoulli or their variants where layouts must not matter",
+            stacklevel=3,
+        )
 
 
 def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, Any]:

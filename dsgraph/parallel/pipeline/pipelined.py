@@ -52,6 +52,7 @@ class PipelinedModel(StageParameters):
         sizes: Mapping[str, torch.Size],
         description: Mapping[str, Any],
         draws: bool,
+        seeds: int,
     ) -> None:
         super().__init__(
             stages=stages, gradients=gradients, report=report, sizes=sizes, description=description, device=device
@@ -61,7 +62,7 @@ class PipelinedModel(StageParameters):
         self._limits = StageLimits.of(options, stages, report=report, gradients=gradients, loss=loss)
         self._evaluations: dict[bool, Evaluation] = {}  # by `return_outputs`
         self._timed, self._seconds = runs.now().stages, 0.0
-        self._inputs, self._arguments = inputs, arguments
+        self._inputs, self._arguments, self._seeds = inputs, arguments, seeds
 
     def step(self, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of all micro-batches, and add the gradients of the mean loss to `.grad`.
@@ -88,10 +89,10 @@ class PipelinedModel(StageParameters):
         """
         self._loss.check()
         leaves = self._arguments.leaves("step", args, kwargs, target)
-        inputs = self._arguments.inputs(leaves, self._inputs, self._device)
         count = self.report.microbatches
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
-        self._compare(self._runs.autocast(), {**inputs.all(), "target": target})
+        self._compare(self._runs.autocast(), {**self._arguments.by_name(leaves), "target": target})
+        inputs = self._arguments.inputs(leaves, self._inputs, self._device, seeds=self._seeds)
         run = self._runs.now()
         if self._limits is not None:
             memory = self._limits.keep(self._runs.autocast(), run, inputs)
@@ -229,8 +230,8 @@ class PipelinedModel(StageParameters):
         """Compare the batches of ranks that need equal ones, in the first steps of a kind."""
         if self._equal.is_due(kind):
             self._equal.compare(kind, given)
-            if self._draws:
-                self._equal.compare_random_numbers(self._device, random_state(self._device))
+            for device in dict.fromkeys((torch.device("cpu"), self._device)) if self._draws else ():  # seeds, the rest
+                self._equal.compare_random_numbers(device, random_state(device))
 
     def measured_bubble(self) -> float:
         """Return the share of the last step's time in which the pipeline's ranks waited or sent instead of computing.

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dsgraph.compat.tensors import flatten_tree
 from dsgraph.partitioning.forward_inputs import cast_floating
+from dsgraph.passes.parallel.seed_draws import SEEDS
 from dsgraph.ranks.equal_batches import argument_name
 from dsgraph.utils.errors import OptionError
 
@@ -52,9 +54,10 @@ class StepArguments:
     def __init__(
         self,
         example: tuple[tuple[Any, ...], Mapping[str, Any]],
-        *,
         inputs: Mapping[str, int],
-        microbatches: int,
+        copies: DeviceMesh | None,
+        *,
+        count: int,
         loss_inside: bool,
         dtype: torch.dtype | None,
     ) -> None:
@@ -63,7 +66,8 @@ class StepArguments:
         Args:
             example: Arguments of one micro-batch.
             inputs: Placeholder of an argument in the captured graph -> its number among the leaves.
-            microbatches: Number of micro-batches of a step.
+            copies: The data-parallel ranks; None without data parallelism.
+            count: Number of micro-batches of a step.
             loss_inside: True if the model returns its loss, so that there is no target.
             dtype: Dtype of floating-point arguments, which are cast; None: that of the example.
         """
@@ -71,7 +75,7 @@ class StepArguments:
         self._leaves = [leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         names = {number: repr(argument_name(name)) for name, number in inputs.items()}
         self._names = [names.get(number, f"number {number}") for number in range(len(leaves))]
-        self._count, self._loss_inside, self._dtype = microbatches, loss_inside, dtype
+        self._count, self._loss_inside, self._dtype, self._copies = count, loss_inside, dtype, copies
 
     def leaves(
         self,
@@ -111,21 +115,35 @@ class StepArguments:
         self._check_rows(call, leaves)
         return leaves
 
-    def inputs(self, leaves: Sequence[Any], names: Mapping[str, int], device: torch.device) -> StepInputs:
-        """Return the tensors of a step on the device of the stages.
+    def inputs(
+        self, leaves: Sequence[Any], names: Mapping[str, int], device: torch.device, *, seeds: int
+    ) -> StepInputs:
+        """Return the tensors of a step on the device of the stages, and seeds for its random values.
 
         Args:
             leaves: The result of `leaves`.
             names: Placeholder of an argument in a captured graph -> its number among the leaves.
             device: The device.
+            seeds: Number of random values of a micro-batch.
         """
         tensors = {name: leaves[number].to(device) for name, number in names.items()}
         whole = {name for name, number in names.items() if not self._is_split(leaves[number], self._leaves[number])}
+        split = {name: value for name, value in tensors.items() if name not in whole}
         return StepInputs(
-            {name: value for name, value in tensors.items() if name not in whole},
+            {**split, SEEDS: self._seeds(seeds)} if seeds else split,
             {name: value for name, value in tensors.items() if name in whole},
             self._count,
         )
+
+    def _seeds(self, number: int) -> Tensor:
+        """Return the seeds of this rank's micro-batches (micro-batches, number), by one draw of the default generator.
+
+        Data-parallel ranks with equal random states have the seeds of micro-batches that follow each other.
+        """
+        drawn = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
+        ranks, rank = (1, 0) if self._copies is None else (self._copies.size(), self._copies.get_local_rank())
+        seeds = torch.randint(1 << 62, (ranks * self._count, number), generator=drawn)
+        return seeds[rank * self._count : (rank + 1) * self._count]
 
     def by_name(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Return leaves by the names of the arguments, for errors."""

@@ -145,7 +145,7 @@ class Evaluation:
                 self._capture()
         assert self._captured is not None
         count, device = self._loss.microbatches, self._held.device
-        inputs = arguments.inputs(leaves, self._inputs, device).parts()
+        inputs = arguments.inputs(leaves, self._inputs, device, seeds=self._captured.seeds).parts()
         targets = [None] * count if target is None else target.to(device).chunk(count)
         values = fake_values(self._captured.graph_module, device)  # of the current autocast
         loss_node = None if self._loss.is_function and target is None else self._loss_node
