@@ -1468,6 +1468,16 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
+        *("packed-parameter-in-one-piece", "dsgraph/parallel/tensor/plan_styles.py", "wrong index"),
+        *("slice_of_parameter", "Slice(max(dims - 2, 0), _COLUMN[known])", "Slice(max(dims - 2, 0))"),
+        killers=("tests/parallel/test_plan_styles.py",),
+    ),
+    Mutant(
+        *("tied-slices-part", "dsgraph/parallel/tensor/tensor_plan.py", "missing check"),
+        *("plan_by_names", "found.get(first, held) != held and sources[first] != name", "False"),
+        killers=("tests/parallel/test_plan_styles.py",),
+    ),
+    Mutant(
         *("checkpoint-bodies-not-planned", "dsgraph/parallel/tensor/tensor_plan.py", "missing step"),
         *("plan_by_graph", "for body, outer in bodies(gm):", "for body, outer in ():"),
         killers=("tests/parallel/test_tensor_plan.py",),

@@ -75,7 +75,7 @@ SLICED = {
 
 # Row-sliced products of each model: of its two layers, attention's and the feed-forward part's.
 SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2,
-        "llama-vocab": 0, "gpt2-vocab": 0}  # fmt: skip
+        "mixtral-plan": 4, "llama-vocab": 0, "gpt2-vocab": 0}  # fmt: skip
 
 
 class _Sums:
@@ -110,6 +110,7 @@ def _train(name: str, codegen: str = "eager", plan: Any = "auto", sliced: tuple[
     if dist.get_rank() == 1:  # the first rank's values count
         nn.init.zeros_(next(model.parameters()))
     names = [key for key, _ in model.named_parameters()]
+    plan = model.tp_plan if plan == "transformers" else plan
     dsgraph.tensor_parallel(model, mesh["tp"], plan=plan, example_inputs=_batch(0))
     assert [key for key, _ in model.named_parameters()] == names
     for part in sliced:
@@ -161,6 +162,12 @@ def test_a_plan_of_the_users(ranks):
     plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": "colwise",
             "model.layers.*.mlp.down_proj": "rowwise"}  # fmt: skip
     ranks(2).run(_train, "llama-plan", plan=plan, sliced=("mlp.up_proj.weight", "mlp.down_proj.weight"))
+
+
+@pytest.mark.full  # slices of such plans are in test_plan_styles
+def test_a_plan_of_transformers(ranks):
+    sliced = ("embed_tokens.weight", "lm_head.weight", *SLICED["mixtral"])
+    ranks(2).run(_train, "mixtral-plan", plan="transformers", sliced=sliced)
 
 
 VOCABULARY = {

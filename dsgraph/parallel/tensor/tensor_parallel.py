@@ -48,8 +48,8 @@ def tensor_parallel(
         model: A module on one device.
         mesh: A mesh of one dimension, such as `mesh["tp"]`.
         plan: "auto" shards every matrix product that can be sharded, found on the captured graph. Otherwise a dict:
-            pattern of module names (`*` for the number of a layer) -> "colwise", "rowwise", or the DTensor styles of
-            that name.
+            pattern of names of modules or parameters (`*` for the number of a layer) -> "colwise", "rowwise", another
+            style of transformers, or the DTensor styles of that name. `model.tp_plan` of transformers is such a dict.
         example_inputs: Arguments of the forward, of which only the shapes are used: a dict or a tuple. None: the
             model's `dummy_inputs`, which models of transformers have.
 
@@ -126,7 +126,9 @@ def _find(model: nn.Module, ranks: int, plan: Any, example_inputs: Any) -> Found
             )
         return plan_by_graph(model, inputs, ranks=ranks, given=None)
     if not isinstance(plan, Mapping):
-        raise PartitionError(f"tensor_parallel: plan is {plan!r}; it takes 'auto' or a dict of names of modules")
+        raise PartitionError(
+            f"tensor_parallel: plan is {plan!r}; it takes 'auto' or a dict of names of modules, such as model.tp_plan"
+        )
     given = plan_by_names(model, plan)
     if inputs is None:
         return FoundSlices(given)

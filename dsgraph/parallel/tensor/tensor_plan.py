@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.fx import GraphModule
 
 from dsgraph.compat.compiled import allowing_recompiles
@@ -19,9 +18,7 @@ from dsgraph.passes.parallel.find_slices import FoundSlices, find_slices
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.utils.errors import PartitionError
 
-# As transformers spells them in `tp_plan`, and shorter.
-_COLUMN = ("colwise", "column", "colwise_rep", "colwise_gather_output")
-_ROW = ("rowwise", "row", "rowwise_rep")
+from .plan_styles import slice_of_parameter, slices_of_module
 
 
 def plan_by_names(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Slice]:
@@ -29,46 +26,56 @@ def plan_by_names(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Slice]
 
     Args:
         model: The model.
-        plan: Pattern of module names, in which `*` matches one part of a name, -> style.
+        plan: Pattern of names of modules and parameters, in which `*` matches one part of a name, -> style. Names are
+            those of `model` or of its base model (`model.base_model_prefix`). Later entries replace earlier ones.
 
     Raises:
-        PartitionError: A style is unknown, a pattern matches no module, or a module has no weight that can be sharded.
+        PartitionError: A style is unknown or not supported, a pattern matches nothing, a module has no weight that can
+            be sharded, or two entries shard one parameter in two ways.
     """
+    if not plan:
+        raise PartitionError(f"plan: it is empty ({type(model).__name__} has no plan of its own): use plan='auto'")
+    firsts = {id(param): name for name, param in model.named_parameters()}
+    same = {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
     found: dict[str, Slice] = {}
+    sources: dict[str, str] = {}
     for pattern, style in plan.items():
-        fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        modules = [(name, module) for name, module in model.named_modules() if fits.fullmatch(name)]
-        if not modules:
-            raise PartitionError(f"plan: no module is called {pattern!r}; names are those of model.named_modules()")
+        for name, held in _slices_of(model, pattern, style).items():
+            first = same[name]
+            if held is None:
+                found.pop(first, None)
+                continue
+            if found.get(first, held) != held and sources[first] != name:
+                raise PartitionError(
+                    f"plan: {sources[first]!r} and {name!r} are one parameter, and the plan shards it along dimension "
+                    f"{found[first].dim} and along {held.dim}: leave one out"
+                )
+            found[first], sources[first] = held, name
+    return found
+
+
+def _slices_of(model: nn.Module, pattern: str, style: object) -> dict[str, Slice | None]:
+    """Return the slices of the parameters that a pattern matches; plans of transformers may match nothing."""
+    prefix = getattr(model, "base_model_prefix", "")
+    for spelled in (pattern, f"{prefix}.{pattern}") if prefix else (pattern,):
+        fits = re.compile(re.escape(spelled).replace(r"\*", r"[^.]+")).fullmatch
+        found: dict[str, Slice | None] = {}
+        modules = [(name, module) for name, module in model.named_modules() if fits(name)]
         for name, module in modules:
-            found |= _slices_of(name, module, is_row=_is_row(pattern, style))
-    return found
-
-
-def _is_row(pattern: str, style: object) -> bool:
-    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        return isinstance(style, RowwiseParallel)
-    if style in _COLUMN or style in _ROW:
-        return style in _ROW
+            found |= slices_of_module(pattern, style, name=name, module=module)
+        parameters = [(name, param) for name, param in model.named_parameters(remove_duplicate=False) if fits(name)]
+        for name, param in parameters:
+            found[name] = slice_of_parameter(pattern, style, parameter=param)
+        if modules or parameters:
+            return found
+    config = getattr(model, "config", None)
+    own = (getattr(model, "_tp_plan", None) or {}, getattr(config, "base_model_tp_plan", None) or {})
+    if any(pattern in plan for plan in own):  # transformers has one plan for all variants of a model
+        return {}
     raise PartitionError(
-        f"plan[{pattern!r}] is {style!r}; it takes 'colwise', 'rowwise', or ColwiseParallel() and RowwiseParallel() of "
-        "torch.distributed.tensor.parallel"
+        f"plan: no module or parameter is called {pattern!r}; names are those of model.named_modules() and "
+        "model.named_parameters()"
     )
-
-
-def _slices_of(name: str, module: nn.Module, *, is_row: bool) -> dict[str, Slice]:
-    weight, bias = (module._parameters.get(attribute) for attribute in ("weight", "bias"))
-    if weight is None or weight.dim() != 2:
-        raise PartitionError(
-            f"plan: module {name!r} ({type(module).__name__}) has no weight of two dimensions to be sliced: name "
-            "linear layers and embeddings"
-        )
-    # An embedding is `[rows, width]`, a `Conv1D` of transformers `[inputs, outputs]`.
-    outputs = 1 if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D" else 0
-    found = {f"{name}.weight": Slice(1 - outputs if is_row else outputs)}
-    if bias is not None and not is_row:
-        found[f"{name}.bias"] = Slice(0)
-    return found
 
 
 def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[str, Slice] | None) -> FoundSlices:
