@@ -1478,6 +1478,16 @@ PARALLEL = (
         killers=("tests/parallel/test_plan_styles.py",),
     ),
     Mutant(
+        *("merged-heads-in-one-piece", "passes/parallel/slices.py", "wrong index"),
+        *("_merge", "return Slice(first + at, ahead)", "return Slice(first + at)"),
+        killers=("tests/passes/parallel/test_slice_views.py",),
+    ),
+    Mutant(
+        *("writes-to-gathered-copies", "passes/parallel/slice_rules.py", "missing check"),
+        *("outcome_of", "(refuse_writes(node, values) or outcome) if is_sliced else outcome", "outcome"),
+        killers=("tests/passes/parallel/test_slice_writes.py",),
+    ),
+    Mutant(
         *("checkpoint-bodies-not-planned", "dsgraph/parallel/tensor/tensor_plan.py", "missing step"),
         *("plan_by_graph", "for body, outer in bodies(gm):", "for body, outer in ():"),
         killers=("tests/parallel/test_tensor_plan.py",),

@@ -20,9 +20,8 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.kernels.matching import call_of, transpose_of
 
 from .slice_products import Product, product_of
-from .slice_rules import name_of
 from .slice_walk import Sliced
-from .slices import Refusal, Slice
+from .slices import Outcome, Refusal, Slice, name_of
 
 # Tables of fewer rows are not worth a sum at each lookup.
 VOCABULARY = 8192
@@ -101,6 +100,8 @@ class _Search:
         if name_of(node) == "embedding" and not self.is_given:
             self._decide_table(node, known)
         outcome = known.follow(node)
+        if isinstance(outcome, Outcome) and outcome.is_partial and not self._reads_parameter(node):
+            outcome = Refusal("a product of two values sums over the sharded dimension")
         if isinstance(outcome, Refusal) and name_of(node) not in _ENDS:
             blamed = outcome.blamed or known.operands(node)
             self._learn(outcome, frozenset().union(*(known.origins[operand] for operand in blamed)))
@@ -156,6 +157,9 @@ class _Search:
             held = Slice(_before_transpose(made, held.dim, len(known.shape_of(source))), held.parts)
             known.hold(source, held, origins)
         self.found.slices[self.names[chain[-1]]] = held
+
+    def _reads_parameter(self, node: Node) -> bool:
+        return any(self._chain(operand)[-1] in self.names for operand in node.all_input_nodes)
 
     def _chain(self, weight: Node) -> list[Node]:
         chain = [weight]

@@ -50,6 +50,8 @@ def product_of(node: Node, values: Values) -> Product | None:
     if name == "addmm" and not node.kwargs and len(node.args) == 3:
         bias, x, weight = node.args
         return Product(node, x, weight, bias, 0, 1)  # type: ignore[arg-type]
+    if call is not None and call.kind == "matmul" and len(values.shape_of(call["other"]) or ()) == 2:
+        return Product(node, call.input, call["other"], None, 0, 1)
     if "grouped_mm" in str(node.target) and len(node.args) >= 2:
         x, weight = node.args[:2]
         if isinstance(x, Node) and isinstance(weight, Node) and len(values.shape_of(weight) or ()) == 3:
@@ -111,6 +113,8 @@ def matmul(node: Node, values: Values) -> Outcome | Refusal:
         _from_end(values.slice_of(each), len(shape)) for each, shape in zip((one, other), shapes, strict=True)
     )
     parts = (values.slice_of(one) or values.slice_of(other)).parts
+    if any(held is not None and held.parts != parts for held in map(values.slice_of, (one, other))):
+        return Refusal(_UNLIKE)
     if first == -1 and second in (-2, None):
         takes = {} if second is not None else {other: Slice(len(shapes[1]) - 2, parts)}
         return Outcome(None, takes, is_partial=True)
@@ -135,6 +139,18 @@ def matmul(node: Node, values: Values) -> Outcome | Refusal:
 
 def _from_end(held: Slice | None, dims: int) -> int | None:
     return None if held is None else held.dim - dims
+
+
+def batches(node: Node, values: Values) -> Outcome | Refusal:
+    """Apply the rule of `baddbmm`, sliced by its batches: `[batch * heads, rows, columns]`."""
+    names = ("input", "batch1", "batch2")
+    call: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    operands: list[Node] = [call[name] for name in names]
+    (held, *others) = {values.slice_of(operand) for operand in operands} - {None}
+    if others or held.dim != 0 or any(len(values.shape_of(operand)) != 3 for operand in operands):
+        return Refusal(_UNLIKE)
+    whole = (operand for operand in operands if values.slice_of(operand) is None)
+    return Outcome(held, {operand: held for operand in whole if not same(values.shape_of(operand)[0], 1)})
 
 
 def attention(node: Node, values: Values) -> Outcome | Refusal:
@@ -172,6 +188,7 @@ PRODUCTS: Mapping[str, Callable[[Node, Values], Outcome | Refusal]] = MappingPro
     {
         **dict.fromkeys(("linear", "addmm", "grouped_mm_fallback", "_grouped_mm", "grouped_mm"), weight_product),
         "matmul": matmul,
+        "baddbmm": batches,
         "scaled_dot_product_attention": attention,
     }
 )

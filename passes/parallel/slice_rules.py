@@ -6,20 +6,20 @@ gathered, and the call runs on full values. So a call without a rule is slow but
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
-import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from dsgraph.passes.kernels.matching import call_of, transpose_of, writes
 
 from .slice_cache import CACHE
 from .slice_few_bits import FEW_BITS
 from .slice_products import PRODUCTS
+from .slice_views import VIEWS, transpose
 from .slice_vocabulary import VOCABULARY
-from .slices import Outcome, Refusal, Slice, Values, same, through_reshape
+from .slice_writes import WRITES, refuse_writes
+from .slices import Outcome, Refusal, Slice, Values, name_of, only_slice, same
 
 Rule = Callable[[Node, Values], Outcome | Refusal]
 
@@ -33,21 +33,21 @@ POINTWISE = frozenset(_POINTWISE.split())
 
 def outcome_of(node: Node, values: Values) -> Outcome | Refusal:
     """Return the outcome of a call with at least one sliced operand."""
-    if writes(node) and name_of(node) not in CACHE:
+    if writes(node) and name_of(node) not in (*CACHE, *WRITES):
         return Refusal(f"{name_of(node)} writes to it")
+    outcome = _outcome_of_kind(node, values)
+    is_sliced = isinstance(outcome, Outcome) and outcome.out is not None
+    return (refuse_writes(node, values) or outcome) if is_sliced else outcome
+
+
+def _outcome_of_kind(node: Node, values: Values) -> Outcome | Refusal:
     if transpose_of(node) is not None:
-        return _transpose(node, values)
+        return transpose(node, values)
     call = call_of(node)
     for kind in (call.kind if call is not None else "", name_of(node)):
         if kind in RULES:
             return RULES[kind](node, values)
     return Refusal(f"{name_of(node)} is not known to work on slices")
-
-
-def name_of(node: Node) -> str:
-    """Return the human-readable name of a node's function."""
-    target: Any = node.target
-    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
 def tensors_of(node: Node, values: Values) -> list[Node]:
@@ -77,81 +77,9 @@ def pointwise(node: Node, values: Values, dims: int | None = None) -> Outcome | 
     return Outcome(held, takes)
 
 
-def _transpose(node: Node, values: Values) -> Outcome | Refusal:
-    held, dims = _only_slice(node, values), len(values.shape_of(node))
-    call = call_of(node)
-    first, second = (call["dim0"] % dims, call["dim1"] % dims) if call is not None else (dims - 2, dims - 1)
-    swapped = {first: second, second: first}
-    return Outcome(Slice(swapped.get(held.dim, held.dim), held.parts))
-
-
-def _permute(node: Node, values: Values) -> Outcome | Refusal:
-    held, order = _only_slice(node, values), _sizes(node)
-    assert order is not None
-    return Outcome(Slice([dim % len(order) for dim in order].index(held.dim), held.parts))
-
-
-def _reshape(node: Node, values: Values) -> Outcome | Refusal:
-    held, source = _only_slice(node, values), node.args[0]
-    after = values.shape_of(node)
-    found = through_reshape(values.shape_of(source), after, held, values.ranks)
-    if isinstance(found, Refusal) or name_of(node) not in ("view", "reshape"):
-        return found if isinstance(found, Refusal) else Outcome(found)
-    return _with_local_size(node, found, values)
-
-
-def _expand(node: Node, values: Values) -> Outcome | Refusal:
-    held = _only_slice(node, values)
-    moved = Slice(held.dim + len(values.shape_of(node)) - len(values.shape_of(node.args[0])), held.parts)
-    return _with_local_size(node, moved, values)
-
-
-def _with_local_size(node: Node, held: Slice, values: Values) -> Outcome | Refusal:
-    """Return the call with the size of the sliced dimension, if it is an argument, divided by the ranks."""
-    sizes = _sizes(node)
-    if sizes is None:
-        return Refusal(f"{name_of(node)} whose sizes cannot be read")
-    size = sizes[held.dim]
-    if not isinstance(size, int):
-        return Refusal(f"{name_of(node)} whose size of the sharded dimension is not fixed")
-    if size != -1:
-        sizes[held.dim] = size // values.ranks
-    return Outcome(held, args=(node.args[0], tuple(sizes)), kwargs={})
-
-
-def _sizes(node: Node) -> list[Any] | None:
-    given = node.args[1:] or tuple(node.kwargs.values())
-    if len(given) == 1 and isinstance(given[0], (tuple, list)):
-        return list(given[0])
-    return None if any(isinstance(size, (tuple, list, torch.dtype)) for size in given) else list(given)
-
-
-def _getitem(node: Node, values: Values) -> Outcome | Refusal:
-    source, index = node.args[0], node.args[1]
-    held = values.slice_of(source)
-    if isinstance(held, tuple):
-        assert isinstance(index, int)
-        return Outcome(held[index])
-    if not isinstance(held, Slice):
-        return Refusal("an index that is sharded")
-    items: Sequence[Any] = index if isinstance(index, tuple) else (index,)
-    if any(not (item is None or item is Ellipsis or isinstance(item, (int, slice))) for item in items):
-        return Refusal("an index that picks elements")
-    dims = len(values.shape_of(source))
-    taken = sum(item is not None and item is not Ellipsis for item in items)
-    full = [each for item in items for each in ([slice(None)] * (dims - taken) if item is Ellipsis else [item])]
-    at, out = 0, 0
-    for item in full:
-        if item is not None and at == held.dim:
-            return Outcome(Slice(out, held.parts)) if item == slice(None) else Refusal("an index into its slices")
-        at += item is not None
-        out += not isinstance(item, int) or isinstance(item, bool)
-    return Outcome(Slice(held.dim - at + out, held.parts))
-
-
 def _divide(node: Node, values: Values) -> Outcome | Refusal:
     """Apply the rule of `split` and `chunk`."""
-    held, call = _only_slice(node, values), call_of(node)
+    held, call = only_slice(node, values), call_of(node)
     assert call is not None
     source = values.shape_of(call.input)
     shapes = values.shape_of(node)
@@ -186,7 +114,7 @@ def _cat(node: Node, values: Values) -> Outcome | Refusal:
 
 def _along(node: Node, values: Values) -> Outcome | Refusal:
     """Apply the rule of reductions and normalisations along dimensions."""
-    call, held = call_of(node), _only_slice(node, values)
+    call, held = call_of(node), only_slice(node, values)
     assert call is not None
     dims = len(values.shape_of(call.input))
     given = call["dim"]
@@ -213,7 +141,7 @@ def _norm(node: Node, values: Values) -> Outcome | Refusal:
 def _dropout(node: Node, values: Values) -> Outcome | Refusal:
     call = call_of(node)
     assert call is not None
-    held = _only_slice(node, values)
+    held = only_slice(node, values)
     return Outcome(held, draws=bool(call["training"]) and call["p"] != 0)
 
 
@@ -228,30 +156,38 @@ def _stack(node: Node, values: Values) -> Outcome | Refusal:
     return Outcome(Slice(held.dim + (at <= held.dim), held.parts), takes)
 
 
-def _only_slice(node: Node, values: Values) -> Slice:
-    held = values.slice_of(node.args[0])
-    assert isinstance(held, Slice)
-    return held
+def _own_function(node: Node, values: Values) -> Outcome | Refusal:
+    """Apply the rule of an `autograd.Function` that works element by element, such as BLOOM's activation."""
+    operands = tensors_of(node, values)
+    held, shape = values.slice_of(operands[0]), values.shape_of(operands[0])
+    owner, names = node.graph.owning_module, (str(getattr(body, "target", "")) for body in node.args[:2])
+    bodies: list[GraphModule] = [getattr(owner, name) for name in names]
+    inner = [inside for body in bodies for inside in body.graph.nodes]
+    is_plain = all(
+        values.shape_of(inside) in (None, shape)
+        and (name_of(inside) in (*POINTWISE, "_set_grad_enabled") or inside.op not in ("call_function", "call_method"))
+        for inside in inner
+    )
+    if not is_plain or any(values.slice_of(operand) != held for operand in operands):
+        return Refusal("an autograd.Function that does not work element by element")
+    return Outcome((held,) * len(values.shape_of(node)))
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         **dict.fromkeys(POINTWISE, pointwise),
-        "transpose": _transpose,
-        "permute": _permute,
-        "reshape": _reshape,
-        "view": _reshape,
-        "expand": _expand,
-        "getitem": _getitem,
+        **VIEWS,
         **dict.fromkeys(("split", "chunk"), _divide),
         "cat": _cat,
         "stack": _stack,
         **dict.fromkeys(("mean", "sum", "var", "softmax"), _along),
         **dict.fromkeys(("layer_norm", "rms_norm"), _norm),
         "dropout": _dropout,
+        "autograd_function_apply": _own_function,
         **PRODUCTS,
         **VOCABULARY,
         **CACHE,
         **FEW_BITS,
+        **WRITES,
     }
 )

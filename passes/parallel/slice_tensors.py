@@ -15,9 +15,8 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import bodies
 
-from .slice_rules import name_of
 from .slice_walk import Sliced, marked_slices, sharing_ranks
-from .slices import Outcome, Refusal, Slice
+from .slices import Outcome, Refusal, Slice, name_of
 
 _own = torch.ops.dsgraph
 _NARROW = (torch.bfloat16, torch.float16)
@@ -224,7 +223,7 @@ def _has_gradient(operand: Node) -> bool:
 
 
 def _evaluate(node: Node) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["example_value"])
+    args, kwargs = map_arg((node.args, node.kwargs), _example_of)
     # The mode of the values themselves: while a backend runs, torch's context has another mode.
     mode = next(value.fake_mode for value in _values_of(node) if hasattr(value, "fake_mode"))
     old = node.meta.get("example_value")
@@ -232,6 +231,11 @@ def _evaluate(node: Node) -> Any:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _example_of(operand: Node) -> Any:
+    is_body = operand.op == "get_attr" and "example_value" not in operand.meta
+    return getattr(operand.graph.owning_module, str(operand.target)) if is_body else operand.meta["example_value"]
 
 
 def _values_of(node: Node) -> Any:

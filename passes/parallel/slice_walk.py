@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
 from .slice_few_bits import FEW_BITS
-from .slice_rules import name_of, outcome_of
-from .slices import Outcome, Refusal, Slice
+from .slice_rules import outcome_of
+from .slices import Outcome, Refusal, Slice, name_of
 
 # Functions that communicate slices: markers, and what `SliceTensors` writes.
 _COMMUNICATING = frozenset(

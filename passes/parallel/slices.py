@@ -75,6 +75,19 @@ class Values(Protocol):
         """Return the full shape."""
 
 
+def name_of(node: Node) -> str:
+    """Return the human-readable name of a node's function."""
+    target: Any = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
+
+
+def only_slice(node: Node, values: Values) -> Slice:
+    """Return the slice of the first operand, which is the sharded one."""
+    held = values.slice_of(node.args[0])
+    assert isinstance(held, Slice)
+    return held
+
+
 def same(one: Any, other: Any) -> bool:
     """Return whether two sizes are equal; symbolic ones must be the same expression, so that nothing is assumed."""
     if isinstance(one, int) and isinstance(other, int):
@@ -85,8 +98,8 @@ def same(one: Any, other: Any) -> bool:
 def through_reshape(before: Sequence[Any], after: Sequence[Any], held: Slice, ranks: int) -> Slice | Refusal:
     """Return the slice of a value after `reshape`.
 
-    The sliced dimension must be the first of those that it is merged with, and the first size of its split must be
-    divisible by the ranks: the number of heads.
+    The first size of the sliced dimension's split must be divisible by the ranks: the number of heads. If dimensions
+    before it are merged into it, each of their elements is a piece of the result.
     """
     behind = len(before) - held.dim
     if all(map(same, before[: held.dim + 1], after)) and len(after) > held.dim:
@@ -100,13 +113,28 @@ def through_reshape(before: Sequence[Any], after: Sequence[Any], held: Slice, ra
     while last > held.dim + 1 and end > first and same(before[last - 1], after[end - 1]):
         last, end = last - 1, end - 1
     merged, made = list(before[first:last]), list(after[first:end])
-    if not all(isinstance(size, int) for size in (*merged, *made)) or math.prod(merged) != math.prod(made):
+    is_known = all(isinstance(size, int) and size > 0 for size in (*merged, *made))
+    if not is_known or math.prod(merged) != math.prod(made):
         return Refusal(
             f"a view from {list(before)} to {list(after)} of a tensor that is sharded along dimension {held.dim}"
         )
-    if math.prod(merged[: held.dim - first]) != 1:
+    return _merge(made, first, held, ahead=math.prod(merged[: held.dim - first]), ranks=ranks)
+
+
+def _merge(made: list[int], first: int, held: Slice, *, ahead: int, ranks: int) -> Slice | Refusal:
+    """Return the slice of a dimension that follows `ahead` elements, in the sizes `made` from dimension `first` on.
+
+    Sizes that make up all of `ahead` leave it alone. A size that spans several of them, as in a merge of batch and
+    heads, is a dimension of as many pieces, each of which is sliced.
+    """
+    at = 0
+    while at < len(made) - 1 and ahead % made[at] == 0 and (ahead > 1 or made[at] == 1):
+        ahead, at = ahead // made[at], at + 1
+    if ahead == 1:
+        return _split(made[at:], first + at, held, ranks)
+    if held.parts > 1 or made[at] % (ahead * ranks):
         return Refusal(f"a view that merges dimension {held.dim}, which is sharded, into the dimension before it")
-    return _split(made, first, held, ranks)
+    return Slice(first + at, ahead)
 
 
 def _split(made: list[int], first: int, held: Slice, ranks: int) -> Slice | Refusal:

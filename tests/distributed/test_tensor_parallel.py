@@ -34,6 +34,8 @@ def _build(name: str, **options: Any) -> nn.Module:
     import transformers as tf
 
     torch.manual_seed(0)
+    if name in FAMILIES:
+        return _build_family(name)
     kind, _, variant = name.partition("-")
     heads = (
         {"num_key_value_heads": {"": 2, "plan": 2, "vocab": 2, "mqa": 1, "odd": 3}[variant]} if kind != "gpt2" else {}
@@ -64,7 +66,33 @@ def _batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+FAMILIES = {
+    "falcon-new": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon-alibi": {"multi_query": False, "alibi": True, "new_decoder_architecture": False},
+    "bloom": {},
+    "deepseek": {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+                 "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16,
+                 "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}  # fmt: skip
+
+
+def _build_family(name: str) -> nn.Module:
+    import transformers as tf
+
+    options = {key: value for key, value in DECODER.items() if key != "intermediate_size"} | FAMILIES[name]
+    if name == "bloom":
+        return tf.BloomForCausalLM(tf.BloomConfig(**options, hidden_dropout=0.0))
+    if name == "deepseek":
+        return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**options, intermediate_size=64))
+    return tf.FalconForCausalLM(tf.FalconConfig(**options))
+
+
 SLICED = {
+    **dict.fromkeys(
+        ("falcon-new", "falcon-alibi", "bloom"),
+        ("query_key_value.weight", "dense.weight", "dense_h_to_4h.weight", "dense_4h_to_h.weight"),
+    ),
+    "deepseek": ("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight", "up_proj.weight", "experts.down_proj"),
     "llama": ("self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
     "qwen3": ("self_attn.q_proj.weight", "self_attn.v_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"),
     "mixtral": ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
@@ -74,8 +102,11 @@ SLICED = {
 
 
 # Row-sliced products of each model: of its two layers, attention's and the feed-forward part's.
-SUMS = {"llama": 4, "qwen3": 4, "mixtral": 4, "gpt2": 4, "bert": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2,
-        "mixtral-plan": 4, "llama-vocab": 0, "gpt2-vocab": 0}  # fmt: skip
+SUMS = {
+    **dict.fromkeys(("falcon-new", "falcon-alibi", "bloom", "llama", "qwen3", "mixtral", "gpt2", "bert"), 4),
+    **{"deepseek": 5, "mixtral-plan": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2},
+    **{"llama-vocab": 0, "gpt2-vocab": 0},
+}
 
 
 class _Sums:
@@ -144,6 +175,12 @@ def _train(name: str, codegen: str = "eager", plan: Any = "auto", sliced: tuple[
 def _check(mine: Tensor, theirs: Tensor, what: str) -> None:
     close = (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max() + 1e-7
     assert close, f"{what}: differs by {(mine - theirs).abs().max()} of {theirs.abs().max()}"
+
+
+@pytest.mark.full  # the rules are in tests/passes/parallel
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_families_with_fused_heads_train_as_in_one_process(ranks, name):
+    ranks(2).run(_train, name, sliced=SLICED[name])
 
 
 # Llama is in the plan of the user's, in the sliced vocabulary and in test_parallelize.
@@ -248,22 +285,27 @@ def test_ranks_that_are_given_other_batches_or_seeds_are_named(ranks, what):
     ranks(2).run(_parted, what)
 
 
-def _little() -> None:
-    import transformers as tf
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.wide(x))
+
+
+def _little() -> None:
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for name in ("falcon", "llama"):
-        falcon = tf.FalconForCausalLM(tf.FalconConfig(**{k: v for k, v in DECODER.items() if k != "intermediate_size"}))
-        model = falcon if name == "falcon" else _build("llama")
+    for model, inputs in ((_Normed(), (torch.ones(2, 8),)), (_Scorer(), (_batch(0)["input_ids"],))):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            dsgraph.tensor_parallel(model, mesh["tp"], example_inputs=_batch(0))
+            dsgraph.tensor_parallel(model, mesh["tp"], example_inputs=inputs)
         texts = [str(one.message) for one in found if "tensor_parallel" in str(one.message)]
-        assert len(texts) == (name == "falcon" and dist.get_rank() == 0), texts
+        assert len(texts) == (isinstance(model, _Normed) and dist.get_rank() == 0), texts
         for text in texts:
-            assert re.match(r"tensor_parallel: 0% of the matrices of FalconForCausalLM", text)
-            assert "transformer.word_embeddings.weight: embedding reads it as well" in text
+            assert re.match(r"tensor_parallel: 0% of the matrices of _Normed", text)
+            assert "wide.weight: layer_norm along the sharded dimension" in text
 
 
-def test_a_family_of_which_little_is_sliced_is_named_with_reasons(ranks):
+def test_a_model_of_which_little_is_sliced_is_named_with_reasons(ranks):
     ranks(2).run(_little)

@@ -29,10 +29,16 @@ def test_a_product_that_is_normalised_stays_whole():
 
 def test_three_heads_are_not_shared_by_two_ranks():
     def heads(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(F.linear(x, up).view(3, 3, 4).relu().flatten(1), down).mean(-1)
+        h = F.linear(x, up).view(3, 3, 4)
+        return F.linear((h @ h.transpose(1, 2) @ h).flatten(1), down).mean(-1)
 
     found = _find(heads, *_pair())
     assert not found.slices and "3 heads, which 2 ranks" in found.whole["layers.0.w0"]
+
+
+def test_products_spelled_as_matmul_are_a_column_and_a_row():
+    found = _find(lambda x, up, down: (x.abs() @ up.T).relu() @ down.t(), *_pair())
+    assert found.slices == {"layers.0.w0": Slice(0), "layers.0.w1": Slice(1)}
 
 
 def test_fused_products_are_sliced_piece_by_piece():

@@ -134,7 +134,7 @@ def test_dropout_draws_the_numbers_of_all_slices():
         (lambda h: h.softmax(-1), "along the sharded dimension"),
         (lambda h: h.view(3, 3, 4), "3 heads, which 2 ranks cannot share"),
         (lambda h: h[:, 2:5], "an index into its slices"),
-        (lambda h: h.reshape(-1), "merges dimension 1"),
+        (lambda h: h.reshape(9, 4), "merges dimension 1"),
         (lambda h: torch.cat([h, h], 1), "cat along the sharded dimension"),
         (lambda h: h.sum(-1), "along the sharded dimension"),
     ],
