@@ -1488,6 +1488,20 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_writes.py",),
     ),
     Mutant(
+        *("heads-of-fused-weights-are-rows", "passes/parallel/unfuse_products.py", "wrong index"),
+        *(
+            "_with_own_product",
+            "slice(piece.first * piece.width, piece.last * piece.width)",
+            "slice(piece.first, piece.last)",
+        ),
+        killers=("tests/passes/parallel/test_unfuse_products.py",),
+    ),
+    Mutant(
+        *("pieces-of-an-index-by-number", "passes/parallel/slice_views.py", "missing check"),
+        *("_of_pieces", "if taken != piece or start % piece:", "if taken != piece:"),
+        killers=("tests/passes/parallel/test_slice_views.py",),
+    ),
+    Mutant(
         *("checkpoint-bodies-not-planned", "dsgraph/parallel/tensor/tensor_plan.py", "missing step"),
         *("plan_by_graph", "for body, outer in bodies(gm):", "for body, outer in ():"),
         killers=("tests/parallel/test_tensor_plan.py",),

@@ -44,7 +44,7 @@ def plan_layers(model: Any, ranks: SlicingRanks, few: Quantization | None) -> Fo
         example["use_cache"] = False
     if model.config.is_encoder_decoder:
         example["decoder_input_ids"] = ids
-    found = plan_by_graph(twin, example, ranks=ranks.count, given=None)
+    found = plan_by_graph(twin, example, ranks=ranks.count, given=None, unfuses=False)
     for name in few.errors if few is not None else ():
         held = found.slices.get(f"{name}.weight")
         if held is not None and few is not None:

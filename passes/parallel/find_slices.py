@@ -13,13 +13,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from types import MappingProxyType
 
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.kernels.matching import call_of, transpose_of
-
-from .slice_products import Product, product_of
+from .slice_products import Product, dim_before, product_of, weight_chain
 from .slice_walk import Sliced
 from .slices import Outcome, Refusal, Slice, name_of
 
@@ -43,7 +41,12 @@ class FoundSlices:
 
 
 def find_slices(
-    gm: GraphModule, names: Mapping[Node, str], *, ranks: int, given: Mapping[str, Slice] | None = None
+    gm: GraphModule,
+    names: Mapping[Node, str],
+    *,
+    ranks: int,
+    given: Mapping[str, Slice] | None = None,
+    fixed: Mapping[Node, Slice] = MappingProxyType({}),
 ) -> FoundSlices:
     """Return the parameters of a graph that can be sliced.
 
@@ -53,8 +56,9 @@ def find_slices(
         ranks: Number of ranks.
         given: The sliced parameters; then no others are, and only the number of their pieces is found. None: all that
             can be.
+        fixed: Other values of the graph that are sliced already.
     """
-    search = _Search(gm, names, ranks, dict(given or {}), is_given=given is not None)
+    search = _Search(gm, names, ranks, dict(given or {}), fixed, is_given=given is not None)
     while search.walk():
         pass
     return search.found
@@ -70,6 +74,7 @@ class _Search:
     names: Mapping[Node, str]
     ranks: int
     given: dict[str, Slice]
+    fixed: Mapping[Node, Slice]
     is_given: bool
     parts: dict[str, int] = field(default_factory=dict)
     tried: dict[str, str] = field(default_factory=dict)
@@ -80,6 +85,8 @@ class _Search:
         """Follow slices through the graph; return False if nothing more was learned."""
         self.found = FoundSlices()
         known = Sliced(self.ranks)
+        for node, held in self.fixed.items():
+            known.hold(node, held, frozenset())
         for node, name in self.names.items():
             if name in self.given:
                 held = self.given[name]
@@ -108,7 +115,7 @@ class _Search:
 
     def _decide(self, product: Product, known: Sliced) -> None:
         """Slice the weight of a product, unless it is known to stay replicated."""
-        chain = self._chain(product.weight)
+        chain = weight_chain(product.weight)
         name = self.names.get(chain[-1])
         if name is None or any(known.slice_of(node) is not None for node in chain):
             return
@@ -154,18 +161,13 @@ class _Search:
         """Note the slice of a weight, of the tensor that it is a transpose of, and so on up to the parameter."""
         known.hold(chain[0], held, origins)
         for made, source in pairwise(chain):
-            held = Slice(_before_transpose(made, held.dim, len(known.shape_of(source))), held.parts)
+            held = Slice(dim_before(made, held.dim, len(known.shape_of(source))), held.parts)
             known.hold(source, held, origins)
         self.found.slices[self.names[chain[-1]]] = held
 
     def _reads_parameter(self, node: Node) -> bool:
-        return any(self._chain(operand)[-1] in self.names for operand in node.all_input_nodes)
-
-    def _chain(self, weight: Node) -> list[Node]:
-        chain = [weight]
-        while chain[-1].op != "placeholder" and _is_transpose(chain[-1]):
-            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
-        return chain
+        weights = (*self.names, *self.fixed)
+        return any(weight_chain(operand)[-1] in weights for operand in node.all_input_nodes)
 
     def _learn(self, refusal: Refusal, origins: frozenset[str]) -> None:
         """Note the consequences of a refused call for the parameters from which its slices come."""
@@ -180,18 +182,6 @@ class _Search:
         if unknown:
             self.whole.update({pattern: self.tried.get(pattern, refusal.reason) for pattern in unknown})
             raise _AgainError
-
-
-def _is_transpose(node: Node) -> bool:
-    call = call_of(node)
-    return (call is not None and call.kind == "transpose") or transpose_of(node) is not None
-
-
-def _before_transpose(node: Node, dim: int, dims: int) -> int:
-    call = call_of(node)
-    one, other = (call["dim0"] % dims, call["dim1"] % dims) if call is not None else (dims - 2, dims - 1)
-    swapped: dict[Any, int] = {one: other, other: one}
-    return swapped.get(dim, dim)
 
 
 def layer_pattern(name: str) -> str:

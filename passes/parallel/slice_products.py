@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from dsgraph.passes.kernels.matching import call_of
+from dsgraph.passes.kernels.matching import call_of, transpose_of
 
 from .slices import Outcome, Refusal, Slice, Values, same
 
@@ -57,6 +57,27 @@ def product_of(node: Node, values: Values) -> Product | None:
         if isinstance(x, Node) and isinstance(weight, Node) and len(values.shape_of(weight) or ()) == 3:
             return Product(node, x, weight, None, 1, 2)
     return None
+
+
+def weight_chain(weight: Node) -> list[Node]:
+    """Return a weight, the tensor of which it is a transpose, and so on up to a tensor that is no transpose."""
+    chain = [weight]
+    while chain[-1].op != "placeholder" and _is_transpose(chain[-1]):
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    return chain
+
+
+def _is_transpose(node: Node) -> bool:
+    call = call_of(node)
+    return (call is not None and call.kind == "transpose") or transpose_of(node) is not None
+
+
+def dim_before(node: Node, dim: int, dims: int) -> int:
+    """Return the dimension before a transpose of what is dimension `dim` after it."""
+    call = call_of(node)
+    one, other = (call["dim0"] % dims, call["dim1"] % dims) if call is not None else (dims - 2, dims - 1)
+    swapped: dict[Any, int] = {one: other, other: one}
+    return swapped.get(dim, dim)
 
 
 def weight_product(node: Node, values: Values) -> Outcome | Refusal:

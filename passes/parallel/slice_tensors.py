@@ -15,8 +15,11 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import bodies
 
+from .example_values import evaluate
+from .find_slices import find_slices
 from .slice_walk import Sliced, marked_slices, sharing_ranks
 from .slices import Outcome, Refusal, Slice, name_of
+from .unfuse_products import unfuse_products
 
 _own = torch.ops.dsgraph
 _NARROW = (torch.bfloat16, torch.float16)
@@ -36,6 +39,9 @@ class SliceTensors(GraphPass):
     each rank keeps its part: the model draws the same numbers as in one process. A call without a rule gets gathered
     operands, and a note says so. A checkpoint's body is rewritten by itself: what enters and leaves it is whole. Left
     alone: graphs without sliced parameters.
+
+    A fused weight with pieces of different sizes is gathered, and each rank computes with its slices of the pieces: see
+    `unfuse_products.py`.
     """
 
     phase: ClassVar[Phase] = Phase.CAPTURE
@@ -50,7 +56,9 @@ class SliceTensors(GraphPass):
         shared = sharing_ranks(gm)
         if shared is None:
             return PassResult()
-        (ranks, group), markers = shared, list(marked_slices(gm))
+        ranks, group = shared
+        _mark_pieces(gm, ranks, group)
+        markers = list(marked_slices(gm))
         rewriting = _Rewriting(gm, Sliced(ranks), group)
         for marker, held, *_ in markers:
             rewriting.known.hold(marker, held, frozenset())
@@ -61,6 +69,25 @@ class SliceTensors(GraphPass):
                 gm.graph.erase_node(marker)
         rewriting.refresh_values()
         return PassResult(changed=rewriting.changed, notes=tuple(dict.fromkeys(rewriting.notes)))
+
+
+def _mark_pieces(gm: GraphModule, ranks: int, group: str) -> None:
+    """Slice the pieces of fused weights, of which each rank stores a slice that is no slice of each piece."""
+    held = {marker: one for marker, one, *_ in marked_slices(gm)}
+    roots = {marker: one.dim for marker, one in held.items() if one.parts == 1}
+    pieces = unfuse_products(gm, roots, Sliced(ranks))
+    names = {piece.node: f"{piece.root.name}[{piece.first}:{piece.last}]" for piece in pieces}
+    found = find_slices(gm, names, ranks=ranks, fixed=held).slices if pieces else {}
+    for node, name in names.items():
+        if name not in found:
+            continue
+        last, users = node, list(node.users)
+        for target in (_own.own_slice.default, _own.gather_slices.default):
+            with gm.graph.inserting_after(last):
+                last = gm.graph.call_function(target, (last, found[name].dim, found[name].parts, ranks, group))
+            last.meta["example_value"] = evaluate(last)
+        for user in users:
+            user.replace_input_with(node, last)
 
 
 @dataclass
@@ -214,29 +241,9 @@ class _Rewriting:
                 continue
             if node in stale or any(operand in stale for operand in node.all_input_nodes):
                 stale.add(node)
-                node.meta["example_value"] = _evaluate(node)
+                node.meta["example_value"] = evaluate(node)
 
 
 def _has_gradient(operand: Node) -> bool:
     value = operand.meta.get("example_value")
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _evaluate(node: Node) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), _example_of)
-    # The mode of the values themselves: while a backend runs, torch's context has another mode.
-    mode = next(value.fake_mode for value in _values_of(node) if hasattr(value, "fake_mode"))
-    old = node.meta.get("example_value")
-    with mode, torch.set_grad_enabled(not isinstance(old, Tensor) or old.requires_grad):
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _example_of(operand: Node) -> Any:
-    is_body = operand.op == "get_attr" and "example_value" not in operand.meta
-    return getattr(operand.graph.owning_module, str(operand.target)) if is_body else operand.meta["example_value"]
-
-
-def _values_of(node: Node) -> Any:
-    return (each.meta["example_value"] for each in node.graph.nodes if "example_value" in each.meta)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from dsgraph.passes.kernels.matching import call_of
 
-from .slices import Outcome, Refusal, Slice, Values, name_of, only_slice, through_reshape
+from .slices import Outcome, Refusal, Slice, Values, name_of, only_slice, sizes_of, through_reshape
 
 
 def transpose(node: Node, values: Values) -> Outcome | Refusal:
@@ -24,7 +23,7 @@ def transpose(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def _permute(node: Node, values: Values) -> Outcome | Refusal:
-    held, order = only_slice(node, values), _sizes(node)
+    held, order = only_slice(node, values), sizes_of(node)
     assert order is not None
     return Outcome(Slice([dim % len(order) for dim in order].index(held.dim), held.parts))
 
@@ -46,7 +45,7 @@ def _expand(node: Node, values: Values) -> Outcome | Refusal:
 
 def _with_local_size(node: Node, held: Slice, values: Values) -> Outcome | Refusal:
     """Return the call with the size of the sliced dimension, if it is an argument, divided by the ranks."""
-    sizes = _sizes(node)
+    sizes = sizes_of(node)
     if sizes is None:
         return Refusal(f"{name_of(node)} whose sizes cannot be read")
     size = sizes[held.dim]
@@ -55,13 +54,6 @@ def _with_local_size(node: Node, held: Slice, values: Values) -> Outcome | Refus
     if size != -1:
         sizes[held.dim] = size // values.ranks
     return Outcome(held, args=(node.args[0], tuple(sizes)), kwargs={})
-
-
-def _sizes(node: Node) -> list[Any] | None:
-    given = node.args[1:] or tuple(node.kwargs.values())
-    if len(given) == 1 and isinstance(given[0], (tuple, list)):
-        return list(given[0])
-    return None if any(isinstance(size, (tuple, list, torch.dtype)) for size in given) else list(given)
 
 
 def _is_list_of_numbers(item: object) -> bool:
@@ -85,12 +77,34 @@ def _getitem(node: Node, values: Values) -> Outcome | Refusal:
     taken = sum(item is not None and item is not Ellipsis for item in items)
     full = [each for item in items for each in ([slice(None)] * (dims - taken) if item is Ellipsis else [item])]
     at, out = 0, 0
-    for item in full:
+    for number, item in enumerate(full):
         if item is not None and at == held.dim:
-            return Outcome(Slice(out, held.parts)) if item == slice(None) else Refusal("an index into its slices")
+            return _of_pieces(node, full, number, Slice(out, held.parts), values)
         at += item is not None
         out += not isinstance(item, int) or isinstance(item, bool)
     return Outcome(Slice(held.dim - at + out, held.parts))
+
+
+def _of_pieces(node: Node, items: list[Any], at: int, held: Slice, values: Values) -> Outcome | Refusal:
+    """Apply the rule of an index into the sliced dimension: it may take all of it, or one of its pieces."""
+    source, item = node.args[0], items[at]
+    size = values.shape_of(source)[values.slice_of(source).dim]
+    reason, bounds = "an index into its slices", (getattr(item, "start", ""), getattr(item, "stop", ""), size)
+    if getattr(item, "step", None) not in (None, 1) or not all(isinstance(each, (int, type(None))) for each in bounds):
+        return Refusal(reason)
+    start, stop, _ = item.indices(size)
+    taken, piece = stop - start, size // held.parts
+
+    def own(first: int | None, last: int | None) -> tuple[Any, ...]:
+        return source, (*items[:at], slice(first, last), *items[at + 1 :])
+
+    if taken == size:
+        return Outcome(held, args=own(None, None))
+    if held.parts == 1 and taken > 0 and size % taken == 0 and start % taken == 0 and taken % values.ranks == 0:
+        return Refusal(reason, parts=size // taken)
+    if taken != piece or start % piece:
+        return Refusal(reason)
+    return Outcome(Slice(held.dim), args=own(start // values.ranks, stop // values.ranks))
 
 
 def _pairs(node: Node, values: Values) -> Outcome | Refusal:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch.fx import Node
 
 
@@ -86,6 +87,14 @@ def only_slice(node: Node, values: Values) -> Slice:
     held = values.slice_of(node.args[0])
     assert isinstance(held, Slice)
     return held
+
+
+def sizes_of(node: Node) -> list[Any] | None:
+    """Return the sizes that a view, expansion or permutation is given; None if they cannot be read."""
+    given = node.args[1:] or tuple(node.kwargs.values())
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        return list(given[0])
+    return None if any(isinstance(size, (tuple, list, torch.dtype)) for size in given) else list(given)
 
 
 def same(one: Any, other: Any) -> bool:

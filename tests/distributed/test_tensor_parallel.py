@@ -69,7 +69,9 @@ def _batch(step: int) -> dict[str, Tensor]:
 FAMILIES = {
     "falcon-new": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon-alibi": {"multi_query": False, "alibi": True, "new_decoder_architecture": False},
+    "falcon-mqa": {"multi_query": True, "new_decoder_architecture": False},
     "bloom": {},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
     "deepseek": {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
                  "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 16,
                  "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
@@ -82,6 +84,8 @@ def _build_family(name: str) -> nn.Module:
     options = {key: value for key, value in DECODER.items() if key != "intermediate_size"} | FAMILIES[name]
     if name == "bloom":
         return tf.BloomForCausalLM(tf.BloomConfig(**options, hidden_dropout=0.0))
+    if name == "phi3":
+        return tf.Phi3ForCausalLM(tf.Phi3Config(**options, intermediate_size=64))
     if name == "deepseek":
         return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**options, intermediate_size=64))
     return tf.FalconForCausalLM(tf.FalconConfig(**options))
@@ -89,9 +93,10 @@ def _build_family(name: str) -> nn.Module:
 
 SLICED = {
     **dict.fromkeys(
-        ("falcon-new", "falcon-alibi", "bloom"),
+        ("falcon-new", "falcon-alibi", "falcon-mqa", "bloom"),
         ("query_key_value.weight", "dense.weight", "dense_h_to_4h.weight", "dense_4h_to_h.weight"),
     ),
+    "phi3": ("qkv_proj.weight", "o_proj.weight", "gate_up_proj.weight", "down_proj.weight"),
     "deepseek": ("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight", "up_proj.weight", "experts.down_proj"),
     "llama": ("self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
     "qwen3": ("self_attn.q_proj.weight", "self_attn.v_proj.weight", "mlp.gate_proj.weight", "mlp.down_proj.weight"),
@@ -103,7 +108,9 @@ SLICED = {
 
 # Row-sliced products of each model: of its two layers, attention's and the feed-forward part's.
 SUMS = {
-    **dict.fromkeys(("falcon-new", "falcon-alibi", "bloom", "llama", "qwen3", "mixtral", "gpt2", "bert"), 4),
+    **dict.fromkeys(
+        ("falcon-new", "falcon-alibi", "falcon-mqa", "bloom", "phi3", "llama", "qwen3", "mixtral", "gpt2", "bert"), 4
+    ),
     **{"deepseek": 5, "mixtral-plan": 4, "llama-mqa": 4, "llama-odd": 2, "llama-plan": 2},
     **{"llama-vocab": 0, "gpt2-vocab": 0},
 }

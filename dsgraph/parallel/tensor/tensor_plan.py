@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.tensors import new_fake_mode
 from dsgraph.passes.ir.graph import bodies, placeholders
 from dsgraph.passes.parallel.find_slices import FoundSlices, find_slices
+from dsgraph.passes.parallel.slice_walk import Sliced
 from dsgraph.passes.parallel.slices import Slice
+from dsgraph.passes.parallel.unfuse_products import WeightPiece, unfuse_products
 from dsgraph.utils.errors import PartitionError
 
 from .plan_styles import slice_of_parameter, slices_of_module
@@ -78,7 +80,9 @@ def _slices_of(model: nn.Module, pattern: str, style: object) -> dict[str, Slice
     )
 
 
-def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[str, Slice] | None) -> FoundSlices:
+def plan_by_graph(
+    model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[str, Slice] | None, unfuses: bool = True
+) -> FoundSlices:
     """Find the parameters of a model that can be sharded, on its captured graphs.
 
     Args:
@@ -86,6 +90,7 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
         inputs: Keyword arguments of its forward, or a tuple of positional ones.
         ranks: Number of ranks.
         given: A user's slices, whose number of pieces is determined; None: all that can be sharded.
+        unfuses: True to shard fused weights with pieces of different sizes, which each forward gathers.
     """
     mode = new_fake_mode()
     memo: dict[int, Any] = {}
@@ -104,7 +109,7 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
         for body, outer in bodies(gm):
             graphs[body] = {inside: parameters[node] for inside, node in outer.items() if node in parameters}
         for graph, held in graphs.items():
-            one = find_slices(graph, held, ranks=ranks, given=given)
+            one = _plan_of(graph, held, ranks=ranks, given=given, unfuses=unfuses)
             found.slices.update(one.slices)
             found.whole.update(one.whole)
         return gm.forward
@@ -117,4 +122,28 @@ def plan_by_graph(model: nn.Module, inputs: Any, *, ranks: int, given: Mapping[s
             compiled(**{str(key): value for key, value in faked.items()})
         else:
             compiled(*faked.values())
+    return found
+
+
+def _plan_of(
+    gm: GraphModule, names: Mapping[Node, str], *, ranks: int, given: Mapping[str, Slice] | None, unfuses: bool
+) -> FoundSlices:
+    """Return the plan of a graph. A fused weight is sharded along its outputs if a piece of it is."""
+    roots: dict[Node, int | None] = dict.fromkeys(names) if unfuses and given is None else {}
+    pieces = unfuse_products(gm, roots, Sliced(ranks))
+    pieces_of: dict[Node, dict[str, WeightPiece]] = {}
+    for piece in pieces:
+        name = f"{names[piece.root]}[{piece.first}:{piece.last}]"
+        pieces_of.setdefault(piece.root, {})[name] = piece
+    of_pieces = {piece.node: name for own in pieces_of.values() for name, piece in own.items()}
+    found = find_slices(gm, {**names, **of_pieces}, ranks=ranks, given=given)
+    for root, own in pieces_of.items():
+        held = {found.slices.pop(name, None) for name in own} - {None}
+        reasons = [found.whole.pop(name) for name in own if name in found.whole]
+        (dim,) = {piece.dim for piece in own.values()}
+        size = root.meta["example_value"].shape[dim]
+        if not held or size % ranks:
+            found.whole[names[root]] = reasons[0] if reasons else f"its {size} rows cannot be divided by {ranks} ranks"
+        else:
+            found.slices[names[root]] = Slice(dim)
     return found

@@ -76,3 +76,15 @@ def test_heads_as_complex_numbers_stay_sliced():
 
     gm = capture(turn, _leaf(3, 8), _leaf(4, 8), torch.randn(1, dtype=torch.complex64), _leaf(8, 4))
     assert run_pass(SliceTensors(), gm).notes == ()
+
+
+def test_an_index_takes_equal_pieces_and_nothing_else():
+    def fused(x: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
+        y = F.linear(x, marked(qkv, 0, 3))
+        return F.linear(y[..., :4] * y[:, 4:8] + y[:, 8:], marked(out, 1))
+
+    gm = capture(fused, _leaf(3, 8), _leaf(6, 8), _leaf(8, 2))
+    assert run_pass(SliceTensors(), gm).notes == ()
+    FileCheck().check("slice(0, 2, None)").check("slice(2, 4, None)").check("slice(4, 6, None)").run(code(gm))
+    gm = capture(lambda x, w: F.linear(x, marked(w, 0, 3))[:, 2:6], _leaf(3, 8), _leaf(6, 8))
+    assert run_pass(SliceTensors(), gm).notes == ("linear is gathered for getitem: an index into its slices",)
