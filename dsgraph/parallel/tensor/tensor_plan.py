@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.tensors import new_fake_mode
 from dsgraph.passes.ir.graph import bodies, placeholders
 from dsgraph.passes.parallel.find_slices import FoundSlices, find_slices
+from dsgraph.passes.parallel.slice_products import weight_chain
 from dsgraph.passes.parallel.slice_walk import Sliced
 from dsgraph.passes.parallel.slices import Slice
 from dsgraph.passes.parallel.unfuse_products import WeightPiece, unfuse_products
@@ -105,12 +106,16 @@ def plan_by_graph(
     def analyse(gm: GraphModule, values: list[Any]) -> Callable[..., Any]:
         nodes = zip(placeholders(gm), values, strict=True)
         parameters = {node: names[id(value)] for node, value in nodes if id(value) in names}
-        graphs = {gm: parameters}
+        chains = {gm: {node: [node] for node in parameters}}
         for body, outer in bodies(gm):
-            graphs[body] = {inside: parameters[node] for inside, node in outer.items() if node in parameters}
-        for graph, held in graphs.items():
-            one = _plan_of(graph, held, ranks=ranks, given=given, unfuses=unfuses)
-            found.slices.update(one.slices)
+            chains[body] = {inside: weight_chain(node) for inside, node in outer.items()}
+        for graph, read in chains.items():
+            held = {inside: parameters[chain[-1]] for inside, chain in read.items() if chain[-1] in parameters}
+            # A checkpoint's body may get the transpose of a matrix.
+            turned = {held[inside] for inside, chain in read.items() if inside in held and len(chain) % 2 == 0}
+            fixed = None if given is None else _turned(given, turned)
+            one = _plan_of(graph, held, ranks=ranks, given=fixed, unfuses=unfuses)
+            found.slices.update(_turned(one.slices, turned))
             found.whole.update(one.whole)
         return gm.forward
 
@@ -123,6 +128,11 @@ def plan_by_graph(
         else:
             compiled(*faked.values())
     return found
+
+
+def _turned(slices: Mapping[str, Slice], turned: Collection[str]) -> dict[str, Slice]:
+    """Return slices of which some are those of the matrices' transposes."""
+    return {name: Slice(1 - held.dim, held.parts) if name in turned else held for name, held in slices.items()}
 
 
 def _plan_of(
