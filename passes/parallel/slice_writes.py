@@ -28,9 +28,13 @@ def refuse_writes(node: Node, values: Values) -> Refusal | None:
     writers = list(_writers(node))
     if not writers or (name_of(_memory(node)) == "new_empty" and values.slice_of(_memory(node)) is not None):
         return None
-    if name_of(node) == "new_empty" and _is_filled(node, writers, values):
-        return None
-    return Refusal(f"{name_of(writers[0])} writes to it")
+    reason = f"{name_of(writers[0])} writes to it"
+    if name_of(node) != "new_empty" or not _is_filled(node, writers, values):
+        return Refusal(reason)
+    allowed = (None, only_slice(node, values))
+    sources = (writer.args[1] for writer in writers)
+    wrong = tuple(each for each in sources if isinstance(each, Node) and values.slice_of(each) not in allowed)
+    return Refusal(reason, blamed=wrong) if wrong else None
 
 
 def _writers(node: Node) -> Iterator[Node]:
@@ -51,7 +55,6 @@ def _memory(node: Node) -> Node:
 
 def _is_filled(node: Node, writers: list[Node], values: Values) -> bool:
     """Return True if copies to whole slices write all, from values that are known, before anything else reads it."""
-    held = only_slice(node, values)
     for writer in writers:
         view, source = writer.args[0], writer.args[1] if len(writer.args) == 2 else None
         if name_of(writer) != "copy_" or not isinstance(view, Node) or not isinstance(source, Node):
@@ -59,7 +62,7 @@ def _is_filled(node: Node, writers: list[Node], values: Values) -> bool:
         shape, sizes = values.shape_of(source), values.shape_of(view)
         if name_of(view) != "getitem" or view.args[0] is not node or not source < node:
             return False
-        if len(sizes) != len(values.shape_of(node)) or shape != sizes or values.slice_of(source) not in (None, held):
+        if len(sizes) != len(values.shape_of(node)) or shape != sizes:
             return False
     filled = [writer.args[0] for writer in writers]
     return all(user in filled or user > max(writers) for user in node.users)

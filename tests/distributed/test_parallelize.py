@@ -24,9 +24,9 @@ def _ids(step: int) -> torch.Tensor:
     return torch.randint(1, 64, (4 * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(step))
 
 
-def _train(dp: int, tp: int, pp: int, zero_stage: int) -> float:
+def _train(dp: int, tp: int, pp: int, zero_stage: int, family: str = "llama") -> float:
     """The largest difference of a loss or norm from one process over three steps, relative."""
-    model, alone = _build("llama"), _build("llama")
+    model, alone = _build(family), _build(family)
     mine = len(_ids(0)) // dp
     rows = (dist.get_rank() // tp) % dp
     count = max(MICRO_BATCHES, pp)
@@ -70,6 +70,12 @@ def test_every_zero_stage(ranks, zero_stage):
 @pytest.mark.parametrize("sizes", [(2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 1, 2)])
 def test_other_layouts(ranks, sizes):
     assert max(ranks(4).run(_train, *sizes, 1)) <= 1e-5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["phi3", "falcon-mqa", "bloom"])
+def test_fused_heads_in_stages(ranks, family):
+    assert max(ranks(4).run(_train, 1, 2, 2, 1, family)) <= 1e-5
 
 
 def _save(folder: str) -> list[float]:

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import FileCheck
 
+from dsgraph.passes.parallel.find_slices import find_slices
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
-from tests.passes.parallel.capturing import capture, marked
+from dsgraph.passes.parallel.slices import Slice
+from tests.passes.parallel.capturing import capture, marked, named
 from tests.passes.tracing import code, run_pass
 
 
@@ -38,6 +40,19 @@ def test_a_new_tensor_is_filled_by_slices():
     FileCheck().check("new_empty([3, 2, 3])").check("copy_").check("own_slice").check("copy_").check("sum_slices").run(
         code(gm)
     )
+
+
+def test_a_copy_that_is_sharded_in_another_way_is_to_blame():
+    def keys(x: Tensor, weight: Tensor, shared: Tensor, out: Tensor) -> Tensor:
+        h, s = F.linear(x.abs(), weight).view(3, 4, 2), F.linear(x, shared).view(3, 1, 4).expand(3, 4, 4)
+        full = h.new_empty(3, 4, 6)
+        full[..., :2].copy_(h)
+        full[..., 2:].copy_(s)
+        return F.linear(full.flatten(1), out)
+
+    gm = capture(keys, _leaf(3, 8), _leaf(8, 8), _leaf(4, 8), _leaf(8, 24))
+    found = find_slices(gm, named(gm, {1: "heads", 2: "shared", 3: "out"}), ranks=2)
+    assert found.slices == {"heads": Slice(0), "out": Slice(1)} and found.whole == {"shared": "copy_ writes to it"}
 
 
 def test_a_new_tensor_that_is_read_before_it_is_filled_stays_replicated():
