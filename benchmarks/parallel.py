@@ -34,7 +34,7 @@ from benchmarks.training import Workload
 from benchmarks.workers import Workers
 from dsgraph.parallel.pipeline.captured_model import capture_model
 from dsgraph.parallel.pipeline.model_copy import without_values
-from dsgraph.passes.parallel.split_stages import SplitStages
+from dsgraph.passes.parallel.stages.split_stages import SplitStages
 from examples.gpt import GPT, GPTConfig
 
 RANKS = 2

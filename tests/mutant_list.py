@@ -1316,9 +1316,9 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
-        *("other-results-are-sent", "passes/parallel/stage_graphs.py", "wrong branch"),
+        *("other-results-are-sent", "passes/parallel/stages/stage_graphs.py", "wrong branch"),
         *("return_only", "and not node.users", "and node.users"),
-        killers=("tests/passes/parallel/test_split_stages.py",),
+        killers=("tests/passes/parallel/stages/test_split_stages.py",),
     ),
     Mutant(
         *("one-block-is-planned", "dsgraph/compiler/memory_limit/limit_scope.py", "off by one"),
@@ -1532,7 +1532,7 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_outputs.py",),
     ),
     Mutant(
-        *("repeated-results-not-relayed", "passes/parallel/stage_graphs.py", "missing step"),
+        *("repeated-results-not-relayed", "passes/parallel/stages/stage_graphs.py", "missing step"),
         *("stage_graphs", ".difference(results)", ""),
         killers=("tests/distributed/test_pipeline_outputs.py",),
     ),
@@ -1552,9 +1552,9 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_generation.py",),
     ),
     Mutant(
-        *("evaluation-cuts-anywhere", "passes/parallel/split_stages.py", "wrong bound"),
+        *("evaluation-cuts-anywhere", "passes/parallel/stages/split_stages.py", "wrong bound"),
         *("stages_by_parameters", "if not reads or stage >= reads[-1][1]", ""),
-        killers=("tests/distributed/test_pipeline_evaluation.py", "tests/passes/parallel/test_split_stages.py"),
+        killers=("tests/distributed/test_pipeline_evaluation.py", "tests/passes/parallel/stages/test_split_stages.py"),
     ),
     Mutant(
         *("stages-add-up-in-16-bits", "dsgraph/parallel/pipeline/sharded_stages.py", "missing cast"),
@@ -1577,14 +1577,14 @@ PARALLEL = (
         killers=(f"{_PARALLEL}::test_stages_leave_out_the_blocks_of_one_process",),
     ),
     Mutant(
-        *("frozen-blocks-alike", "passes/parallel/stage_segments.py", "missing check"),
+        *("frozen-blocks-alike", "passes/parallel/stages/stage_segments.py", "missing check"),
         *("_kind", "getattr(node.meta.get('val'), 'requires_grad', None)", "None"),
-        killers=("tests/passes/parallel/test_stage_segments.py",),
+        killers=("tests/passes/parallel/stages/test_stage_segments.py",),
     ),
     Mutant(
-        *("half-a-block-is-left-out", "passes/parallel/stage_segments.py", "missing check"),
+        *("half-a-block-is-left-out", "passes/parallel/stages/stage_segments.py", "missing check"),
         *("segments_of", "if len(nodes) == tags.count(tag)", "if True"),
-        killers=("tests/passes/parallel/test_stage_segments.py",),
+        killers=("tests/passes/parallel/stages/test_stage_segments.py",),
     ),
     Mutant(
         *("mixed-dtypes-of-norms-unseen", "dsgraph/parallel/pipeline/mixed_dtypes.py", "missing check"),
@@ -1648,9 +1648,9 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline.py::test_compiled_stages_are_those_of_the_unsplit_model",),
     ),
     Mutant(
-        *("random-values-share-a-seed", "passes/parallel/seed_draws.py", "wrong index"),
+        *("random-values-share-a-seed", "passes/parallel/stages/seed_draws.py", "wrong index"),
         *("seed_draws", "(made[0], 1, len(made) - 1)", "(made[0], 1, 0)"),
-        killers=("tests/passes/parallel/test_seed_draws.py",),
+        killers=("tests/passes/parallel/stages/test_seed_draws.py",),
     ),
     Mutant(
         *("replicas-share-seeds", "dsgraph/parallel/pipeline/step_arguments.py", "wrong index"),
@@ -1668,9 +1668,9 @@ PARALLEL = (
         killers=("tests/parallel/pipeline/test_captured_model.py",),
     ),
     Mutant(
-        *("modes-not-repeated", "passes/parallel/stage_graphs.py", "missing step"),
+        *("modes-not-repeated", "passes/parallel/stages/stage_graphs.py", "missing step"),
         *("_with_repeated", "any(node in needed and node not in own for node in span)", "False"),
-        killers=("tests/passes/parallel/test_split_stages.py",),
+        killers=("tests/passes/parallel/stages/test_split_stages.py",),
     ),
     Mutant(
         *("rounds-not-checked", "dsgraph/parallel/pipeline/schedule_order.py", "missing check"),
@@ -1697,17 +1697,17 @@ PARALLEL = (
         killers=("tests/parallel/pipeline/test_pipelined.py",),
     ),
     Mutant(
-        *("stages-without-work", "passes/parallel/split_stages.py", "missing check"),
+        *("stages-without-work", "passes/parallel/stages/split_stages.py", "missing check"),
         *("SplitStages.plan", "0 < crossing[at] < math.inf", "crossing[at] < math.inf"),
-        killers=("tests/passes/parallel/test_split_stages.py",),
+        killers=("tests/passes/parallel/stages/test_split_stages.py",),
     ),
     Mutant(
-        *("split-cuts-before-writes", "passes/parallel/crossing_bytes.py", "missing check"),
+        *("split-cuts-before-writes", "passes/parallel/stages/crossing_bytes.py", "missing check"),
         *("crossing_bytes", "_writes(name)", "False"),
-        killers=("tests/passes/parallel/test_split_stages.py",),
+        killers=("tests/passes/parallel/stages/test_split_stages.py",),
     ),
     Mutant(
-        *("written-buffers-in-two-stages", "passes/parallel/crossing_bytes.py", "missing check"),
+        *("written-buffers-in-two-stages", "passes/parallel/stages/crossing_bytes.py", "missing check"),
         *("crossing_bytes", "for nodes in together", "for nodes in ()"),
         killers=("tests/distributed/test_pipeline_buffers.py",),
     ),

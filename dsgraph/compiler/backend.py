@@ -23,7 +23,7 @@ from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.inline_regions import inline_regions
 from dsgraph.passes.memory.fit import MemoryLimitError
-from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraphModule
 from dsgraph.ranks.agreement import Agreement, Agreements
 from dsgraph.ranks.rank_notes import Intent
 from dsgraph.utils.byte_counts import default_limit_of_device, on_device

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, GraphCompiler
-from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraphModule
 
 Compiled = Callable[..., Any]
 

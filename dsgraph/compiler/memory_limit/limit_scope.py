@@ -24,7 +24,7 @@ from dsgraph.passes.analysis.step_memory import AROUND
 from dsgraph.passes.compat import symbolic_expression
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.memory.fit import MemoryLimitError, least_limit
-from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraphModule
 from dsgraph.ranks.agreement import Agreements
 from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import OptionError

@@ -26,12 +26,12 @@ from dsgraph.passes.compat import (
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import all_graph_modules, bodies, replace_and_erase
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
-from dsgraph.passes.parallel.root_values import is_small, root_values
-from dsgraph.passes.parallel.seed_draws import seed_draws
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
-from dsgraph.passes.parallel.split_stages import StagePlan
-from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
+from dsgraph.passes.parallel.stages.root_values import is_small, root_values
+from dsgraph.passes.parallel.stages.seed_draws import seed_draws
+from dsgraph.passes.parallel.stages.split_stages import StagePlan
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph, stage_graphs
 from dsgraph.utils.errors import PartitionError
 
 from .evaluation.output_tree import OutputTree

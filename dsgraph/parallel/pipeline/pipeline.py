@@ -18,8 +18,8 @@ from dsgraph.compiler.costs.agreed import known_costs
 from dsgraph.compiler.options import parse_options
 from dsgraph.partitioning.forward_inputs import cast_floating
 from dsgraph.passes import CostModel
-from dsgraph.passes.parallel.split_stages import SplitStages
-from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only
+from dsgraph.passes.parallel.stages.split_stages import SplitStages
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph, describe_stages, return_only
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches
 from dsgraph.ranks.mesh import axis_group, mesh_axes, mesh_ranks

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsgraph.passes.parallel.split_stages import StagePlan
+from dsgraph.passes.parallel.stages.split_stages import StagePlan
 
 
 @dataclass(frozen=True)

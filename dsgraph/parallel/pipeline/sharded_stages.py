@@ -17,7 +17,7 @@ from dsgraph.partitioning.arguments import check_arguments
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
-from dsgraph.passes.parallel.stage_graphs import put
+from dsgraph.passes.parallel.stages.stage_graphs import put
 from dsgraph.utils.errors import OptionError
 
 

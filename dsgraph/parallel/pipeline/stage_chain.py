@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dsgraph.compat.dynamo import is_set
 from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
 from dsgraph.partitioning.blocks.repeated_blocks import find_blocks, read_blocks
-from dsgraph.passes.parallel.stage_graphs import StageGraph, StageGraphModule
-from dsgraph.passes.parallel.stage_segments import Segment, blocks_in, segments_of
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph, StageGraphModule
+from dsgraph.passes.parallel.stages.stage_segments import Segment, blocks_in, segments_of
 from dsgraph.utils.errors import OptionError
 
 from .schedule_order import ZERO_BUBBLE

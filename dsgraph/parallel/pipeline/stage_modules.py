@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dsgraph.compat.pipelining import StageOfOtherRanks
 from dsgraph.compiler.memory_limit.compile_ahead import compile_ahead
 from dsgraph.compiler.request import CompileOutcome
-from dsgraph.passes.parallel.stage_graphs import StageGraphModule
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraphModule
 from dsgraph.utils.errors import OptionError
 
 from .captured_model import CapturedModel

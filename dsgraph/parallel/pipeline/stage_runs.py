@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.fx import Node
 
-from dsgraph.passes.parallel.stage_graphs import StageGraph
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph
 
 from .captured_model import CapturedModel
 from .fake_values import fake_values

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsgraph.passes.parallel.stage_graphs import StageGraph
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import OptionError
 

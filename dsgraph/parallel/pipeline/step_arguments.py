@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dsgraph.compat.tensors import flatten_tree
 from dsgraph.partitioning.forward_inputs import cast_floating
-from dsgraph.passes.parallel.seed_draws import SEEDS
+from dsgraph.passes.parallel.stages.seed_draws import SEEDS
 from dsgraph.ranks.equal_batches import argument_name
 from dsgraph.utils.errors import OptionError
 

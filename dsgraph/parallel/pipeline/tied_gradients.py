@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh
 from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
 from dsgraph.partitioning.rows import own_part, split_dims
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
-from dsgraph.passes.parallel.stage_graphs import StageGraph
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph
 from dsgraph.ranks.mesh import axis_group
 
 from .captured_model import CapturedModel

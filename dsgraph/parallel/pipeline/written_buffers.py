@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from dsgraph.passes.parallel.write_copies import write_to_copy
+from dsgraph.passes.parallel.stages.write_copies import write_to_copy
 from dsgraph.utils.errors import PartitionError
 
 from .fake_values import FakeRun

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dsgraph.parallel.pipeline.captured_model import capture_model
 from dsgraph.parallel.pipeline.stage_modules import StageModule
-from dsgraph.passes.parallel.split_stages import SplitStages
-from dsgraph.passes.parallel.stage_graphs import stage_graphs
+from dsgraph.passes.parallel.stages.split_stages import SplitStages
+from dsgraph.passes.parallel.stages.stage_graphs import stage_graphs
 
 CPU = torch.device("cpu")
 

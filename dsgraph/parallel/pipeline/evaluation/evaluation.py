@@ -20,8 +20,8 @@ from dsgraph.parallel.pipeline.stage_modules import LossOf, StageModule
 from dsgraph.parallel.pipeline.stage_values import fetch_missing
 from dsgraph.parallel.pipeline.step_arguments import StepArguments
 from dsgraph.passes.compat import set_grad_enabled
-from dsgraph.passes.parallel.split_stages import stages_by_parameters
-from dsgraph.passes.parallel.stage_graphs import StageGraph, describe_stages, return_only
+from dsgraph.passes.parallel.stages.split_stages import stages_by_parameters
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph, describe_stages, return_only
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import OptionError, PartitionError
 

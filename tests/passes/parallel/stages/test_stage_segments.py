@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from dsgraph.parallel.pipeline.captured_model import capture_model
 from dsgraph.parallel.pipeline.stage_chain import StageChain, check_droppable
-from dsgraph.passes.parallel.split_stages import SplitStages
-from dsgraph.passes.parallel.stage_graphs import StageGraph, stage_graphs
-from dsgraph.passes.parallel.stage_segments import segments_of
+from dsgraph.passes.parallel.stages.split_stages import SplitStages
+from dsgraph.passes.parallel.stages.stage_graphs import StageGraph, stage_graphs
+from dsgraph.passes.parallel.stages.stage_segments import segments_of
 from dsgraph.utils.errors import OptionError
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from dsgraph.parallel.pipeline.captured_model import CapturedModel, capture_model
 from dsgraph.parallel.pipeline.model_copy import without_values
 from dsgraph.passes.errors import PassError
-from dsgraph.passes.parallel.split_stages import SplitStages
-from dsgraph.passes.parallel.stage_graphs import return_only, stage_graphs
+from dsgraph.passes.parallel.stages.split_stages import SplitStages
+from dsgraph.passes.parallel.stages.stage_graphs import return_only, stage_graphs
 from examples.gpt import GPT, GPTConfig
 from tests.passes.tracing import trace
 
