@@ -127,7 +127,7 @@ class ModelTensors:
         """Return this rank's part of a full tensor of which it has a slice. Only that part is moved to the device."""
         held, param = self.slices[name], self.parameters[name]
         piece = held.own(full, resolve_group(held.group).rank())
-        return distributed_like(param, rows_like(param, piece, slicing=held.group).to(own_part(param).device))
+        return distributed_like(param, rows_like(param, piece).to(own_part(param).device))
 
 
 def _is_split(param: Tensor) -> bool:

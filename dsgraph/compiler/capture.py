@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.fx import GraphModule
 
 from dsgraph.compat.dynamo import source_name
-from dsgraph.inductor_ext import backend_name
+from dsgraph.inductor_ext import backend_name, resolve_group
 from dsgraph.partitioning.additions import added_since
 from dsgraph.partitioning.blocks.unit import WHOLE_MODEL, Unit
 from dsgraph.partitioning.parameter import ParameterState, not_taken_in
@@ -108,21 +108,20 @@ def _sliced_inputs(gm: GraphModule) -> dict[int, str]:
 
 def _tensor_mesh(inputs: Sequence[Any], module: nn.Module | None, group: str) -> DeviceMesh:
     """Return a mesh with the ranks that share parameters: that of a partitioned model, or of a parameter."""
-    meshes = [state.tensor_mesh for state in _states(inputs, module)]
-    meshes += [value.device_mesh for value in inputs if isinstance(value, DTensor)]
-    return next(mesh for mesh in meshes if mesh is not None and group in _groups(mesh))
-
-
-def _groups(mesh: DeviceMesh) -> list[str]:
-    return [axis_group(mesh, dim).group_name for dim in range(mesh.ndim)]
+    for state in _states(inputs, module):
+        if state.tensor_mesh is not None and axis_group(state.tensor_mesh, 0).group_name == group:
+            return state.tensor_mesh
+    return next(value.device_mesh for value in inputs if isinstance(value, DTensor))
 
 
 def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:
-    """Return the axis of a mesh over which operators are tensor-parallel."""
-    dim = _groups(mesh).index(group)
-    name = (mesh.mesh_dim_names or ("tensor",) * mesh.ndim)[dim]
-    own = axis_group(mesh, dim)
-    return MeshAxis(name, mesh.size(dim), group, backend_name(own, mesh.device_type), AxisRole.TENSOR)
+    """Return the axis of a mesh of one dimension over which operators are tensor-parallel.
+
+    An equal mesh may have another group, because a `DTensor` returns the first one of equal meshes.
+    """
+    name = (mesh.mesh_dim_names or ("tensor",))[-1]
+    backend = backend_name(resolve_group(group), mesh.device_type)
+    return MeshAxis(name, resolve_group(group).size(), group, backend, AxisRole.TENSOR)
 
 
 def parameter_spec(param: DTensor, name: str) -> ParameterSpec:
@@ -238,7 +237,10 @@ def _shard_shape(value: DTensor) -> tuple[int, ...]:
 def partitioned_mesh(inputs: Sequence[Any], facts: CaptureFacts, module: nn.Module | None) -> DeviceMesh | None:
     """Return the mesh of the graph's partitioned or tensor-parallel parameters; None if it has neither."""
     sliced = _sliced_numbers(facts)
+    known = {id(entry.param): state for state in _states(inputs, module) for entry in state.parameters}
     for number in (*facts.params, *sliced):
+        if id(inputs[number]) in known:
+            return known[id(inputs[number])].parameter_mesh
         if isinstance(inputs[number], DTensor):
             return inputs[number].device_mesh
     return _tensor_mesh(inputs, module, facts.roles[sliced[0]].slice_group) if sliced else None

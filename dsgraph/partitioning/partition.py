@@ -261,9 +261,11 @@ def _spec_for(
 def _shard(param: nn.Parameter, entry: ParameterState, part: PartitionState) -> nn.Parameter:
     full, spec, mesh = param.detach().contiguous(), entry.spec, part.mesh
     if not full.is_meta:
-        if mesh.size() > 1 or full.is_inference():  # keep the user's values, in case a later parameter fails
+        if (
+            part.parameter_mesh.size() > 1 or full.is_inference()
+        ):  # keep the user's values, in case a later parameter fails
             full = full.clone()
-        broadcast_from_first(full, mesh)
+        broadcast_from_first(full, mesh if spec.held is not None else part.parameter_mesh)
     local = local_rows(full, spec, mesh)
     transforms = () if full.is_meta else entry.transforms
     for transform in transforms:

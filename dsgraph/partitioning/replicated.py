@@ -68,6 +68,12 @@ def _differ(entries: Sequence[ParameterState], partition: PartitionState) -> lis
     extremes = torch.stack([sums, -sums])
     for dim in range(partition.mesh.ndim):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, axis_group(partition.mesh, dim))
+    if partition.tensor_mesh is not None and not partition.operations.updates:
+        # Later, tensor-parallel ranks may differ in the last bits: each has computed the same gradient.
+        same = torch.tensor([entry.spec.held is None for entry in entries], device=extremes.device)
+        across = torch.where(same, extremes, 0)
+        dist.all_reduce(across, dist.ReduceOp.MAX, axis_group(partition.tensor_mesh, 0))
+        extremes = torch.where(same, across, extremes)
     return [bool(differs) for differs in (extremes[0] != -extremes[1]).tolist()]
 
 

@@ -11,7 +11,7 @@ from dsgraph.compat import dtensor
 from dsgraph.compat.dtensor import strided_shard
 from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.passes import AxisRole, ParameterSpec
-from dsgraph.ranks.mesh import axis_group, axis_roles, shard_dim
+from dsgraph.ranks.mesh import axis_roles, shard_dim
 
 from .tensor_slices import slice_placement
 
@@ -54,15 +54,15 @@ def rows_in(full: Tensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor:
     return full[_own_rows(len(full), mesh, shard_dim(mesh))]
 
 
-def rows_like(param: Tensor, full: Tensor, *, slicing: str = "") -> Tensor:
+def rows_like(param: Tensor, full: Tensor) -> Tensor:
     """Return this rank's rows of a full tensor, split as those of `param`; in memory of their own if it is split.
 
     Args:
         param: The parameter.
         full: The full tensor, or this rank's slice of it.
-        slicing: Name of the group of the slice; "" for a full tensor.
     """
-    dims = [dim for dim in split_dims(param) if axis_group(param.device_mesh, dim).group_name != slicing]  # type: ignore[attr-defined]
+    is_slice = full.shape != param.shape  # then the last dimension of the mesh has the slices
+    dims = split_dims(param)[: -1 if is_slice else None]
     if not dims:
         return full
     return full[_own_rows(len(full), param.device_mesh, dims[0])].clone()  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 
 from dsgraph.compat.autograd import at_end_of_backward
-from dsgraph.passes import MeshAxis, ParameterSpec
+from dsgraph.passes import AxisRole, MeshAxis, ParameterSpec
 from dsgraph.ranks.crossed_mesh import crossed_mesh
+from dsgraph.ranks.mesh import axis_group
 from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
@@ -83,7 +84,9 @@ class PartitionState:
     def __post_init__(self) -> None:
         tensor = self.tensor_mesh
         self.parameter_mesh = self.mesh if tensor is None else crossed_mesh(self.mesh, tensor)
-        self.operations = ModelOperations(self.mesh)
+        rows = [axis.group for axis in self.axes if axis.role is AxisRole.SHARD]
+        slices = [] if tensor is None else [axis_group(tensor, 0).group_name]
+        self.operations = ModelOperations(self.parameter_mesh, (*rows, *slices))
         self.copies = GatheredCopies(self.operations)
         self.plan = BlockPlan(self.operations)
         self.reduces_once = self.zero.reduces_once

@@ -25,6 +25,8 @@ from dsgraph.utils.errors import PartitionError
 
 # In the body of a class that was made here: the slices of the parameters that its modules hold, by attribute.
 _SLICES = "_dsgraph_slices"
+# Also there: their mesh. A `DTensor` may return another one that is equal, with other process groups.
+_MESH = "_dsgraph_mesh"
 
 
 def slice_placement(held: ParameterSlice | None) -> Placement:
@@ -53,11 +55,11 @@ def _noted(made: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
     return made
 
 
-def slicing_class(original: type[nn.Module], slices: Mapping[str, ParameterSlice]) -> type[nn.Module]:
+def slicing_class(original: type[nn.Module], slices: Mapping[str, ParameterSlice], mesh: DeviceMesh) -> type[nn.Module]:
     """Return a subclass that returns full parameters, by attribute name."""
     body: dict[str, Any] = {name: _property_for(name, held) for name, held in slices.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return cast("type[nn.Module]", type(original.__name__, (original,), {**body, _SLICES: dict(slices)}))
+    return cast("type[nn.Module]", type(original.__name__, (original,), {**body, _SLICES: dict(slices), _MESH: mesh}))
 
 
 def _property_for(name: str, held: ParameterSlice) -> property:
@@ -87,10 +89,9 @@ class TakenSlices:
 def tensor_mesh(model: nn.Module) -> DeviceMesh | None:
     """Return the ranks that share the parameters of a tensor-parallel model; None for any other model."""
     for module in model.modules():
-        for attribute in type(module).__dict__.get(_SLICES, ()):
-            param: Any = module._parameters[attribute]
-            if isinstance(param, DTensor):
-                return param.device_mesh
+        if _MESH in type(module).__dict__:
+            mesh: DeviceMesh = type(module).__dict__[_MESH]
+            return mesh
     return None
 
 

@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
 
 from .eager_agreement import eager_agreements, is_outside
-from .mesh import axis_group, mesh_ranks, shard_dim
+from .mesh import mesh_ranks, ranks_along
 from .rank_notes import Intent
 
 
@@ -19,12 +18,14 @@ class ModelOperations:
     """The operations of one model that its ranks compare.
 
     Attributes:
-        mesh: The device mesh.
+        mesh: The mesh of its parameters.
+        groups_of_rows: Names of the process groups whose ranks a gather of a parameter needs.
         label: Suffix that distinguishes its parameters from those of other models, for messages: " of model 2".
         updates: Number of steps that optimizers have made on its parameters.
     """
 
     mesh: DeviceMesh
+    groups_of_rows: tuple[str, ...]
     label: str = ""
     updates: int = 0
 
@@ -77,4 +78,4 @@ class ModelOperations:
 
     @cached_property
     def _ranks_of_rows(self) -> tuple[int, ...]:
-        return tuple(sorted(dist.get_process_group_ranks(axis_group(self.mesh, shard_dim(self.mesh)))))
+        return ranks_along(self.mesh, self.groups_of_rows)

@@ -18,6 +18,7 @@ ON_THE_CPU = {
     "compat.py:size_hint": "no tensors, but sizes",
     "kernels/decoding/decode_attention.py:_sliced": "CUDA takes the Triton kernel",
     "kernels/launch.py:on_gpu": "no tensors, but a setting of Triton",
+    "kernels/seeded_random.py:seeded_random": "the seed is made on the CPU",
     "quant/signs.py:reference": "the formula, to compare kernels with",
     "quant/signs_cpp.py:take_in": "a kernel in C++",
     "sparse/block_sparse_attention.py:_seeded": "the seed is made on the CPU",

@@ -113,6 +113,25 @@ def test_parameters_are_full_to_users(ranks, stage):
     ranks(4).run(_read_and_write, stage)
 
 
+def _again_with_an_adapter() -> None:
+    """Two models of one process, each with a mesh of its own: torch returns the first of equal meshes."""
+    for _ in range(2):
+        model, _ = _made(stage=3)
+        torch.manual_seed(dist.get_rank())
+        model.norm = nn.Sequential(nn.Linear(7, 7), model.norm)
+        dsgraph.partition(model)
+        compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager"})
+        compiled(*_features(0, 0)).backward()
+        added, old = model.norm[0]._parameters["weight"], model.up._parameters["weight"]
+        held: list[Any] = [None] * 4
+        dist.all_gather_object(held, (full(added).detach(), full(old.grad)))
+        assert all(torch.equal(one, other) for each in held for one, other in zip(each, held[0], strict=True))
+
+
+def test_a_second_model_and_new_parameters_are_equal_on_all_ranks(ranks):
+    ranks(4).run(_again_with_an_adapter)
+
+
 def _refuse() -> None:
     mesh = _mesh()
     sliced = partial(dsgraph.tensor_parallel, mesh=mesh["tp"], example_inputs=_features(0, 0))

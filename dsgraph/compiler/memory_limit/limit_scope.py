@@ -232,7 +232,7 @@ def agree_on_spare(
     (state,) = partition_states(request.module)
     own = None if peak is None else max(0, facts.memory_limit - least_limit(peak, fuses=facts.fuses))
     lines = ["beside blocks", f"within {facts.memory_limit}", *request.unit.blocks]
-    spare = agreements.over(state.mesh).least_spare(lines, lambda: -1 if refusal is not None else own)
+    spare = agreements.over(state.parameter_mesh).least_spare(lines, lambda: -1 if refusal is not None else own)
     if refusal is None and spare == -1:
         return MemoryLimitError("memory_limit cannot be kept on another rank, with blocks as graphs of their own")
     state.plan.note_spare(max(0, spare or 0))

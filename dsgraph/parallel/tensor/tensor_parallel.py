@@ -167,7 +167,7 @@ def _apply(model: nn.Module, found: FoundSlices, parameters: Mapping[str, nn.Par
         module._parameters.update({name: made[id(param)] for name, param in own.items()})
         key = (type(module), tuple(slices.items()))
         if key not in classes:
-            classes[key] = slicing_class(type(module), slices)
+            classes[key] = slicing_class(type(module), slices, mesh)
         module.__class__ = classes[key]
         module.register_load_state_dict_pre_hook(take_rows)
     object.__setattr__(model, "tensor_plan", found)
