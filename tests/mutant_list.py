@@ -279,7 +279,7 @@ SHARDING = (
     ),
     Mutant(
         *("partition-own-values", "dsgraph/partitioning/partition.py", "ranks differ"),
-        *("_shard", "broadcast_from_first(full, mesh)", ""),
+        *("_shard", "broadcast_from_first(full, mesh if spec.held is not None else part.parameter_mesh)", ""),
         killers=("tests/distributed/test_stages.py",),
     ),
     Mutant(
