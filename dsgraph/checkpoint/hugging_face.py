@@ -88,6 +88,7 @@ def load_pretrained(training: Training, folder: Path) -> None:
     agreement, tensors, optimizer = training.agreement, training.tensors(), training.optimizer
     doing, reader, there = f"load {folder}", _ReaderByTensor(folder), dict[str, Any]()
     in_place = is_on_disk(tensors, optimizer, module_only=True)
+    all_or_none(agreement, doing, tensors.refuse_slices_on_disk)
     all_or_none(agreement, doing, lambda: there.update(_weights_in(folder, reader)))
     tied, state = tensors.tied, tensors.values
     wanted = {n: value if in_place else tensors.empty(n, value) for n, value in state.items() if n not in tied}

@@ -137,6 +137,7 @@ def read_into(
 
 def _known(path: Path, tensors: ModelTensors, *, module_only: bool) -> dict[str, Any]:
     """Return the metadata of each tensor of a checkpoint, if they are those of the model."""
+    tensors.refuse_slices_on_disk()
     known = dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     problem, left = other_model(tensors, known, module_only=module_only)
     if problem:

@@ -89,6 +89,18 @@ class ModelTensors:
             return torch.empty(self.sizes[name], dtype=value.dtype)
         return torch.empty_like(value)
 
+    def refuse_slices_on_disk(self) -> None:
+        """Refuse to read slices of parameters into files.
+
+        Raises:
+            CheckpointError: Parameters are on disk, and this rank has slices of some.
+        """
+        if self.is_on_disk and self.slices:
+            raise CheckpointError(
+                f"parameters are on disk, and this rank has a slice of {next(iter(self.slices))!r}, which cannot be "
+                "read to disk yet: load it into a model without offload of parameters, or without tensor parallelism"
+            )
+
     def check_state(self, name: str, key: str, value: Tensor) -> None:
         """Check that a checkpoint can store the optimizer's state of a parameter for every layout.
 

@@ -14,7 +14,7 @@ from dsgraph.inductor_ext import slice_of
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """How a parameter is sliced over the ranks of a tensor-parallel axis.
+    """The shard of a parameter along one dimension, over the ranks of a tensor-parallel axis.
 
     Attributes:
         dim: The sharded dimension; -1: none, the parameter is replicated.

@@ -228,6 +228,24 @@ def _slices_on_disk(folder: str) -> None:
     assert other.counts.steps == 1
 
 
+def _parameters_on_disk(folder: str) -> None:
+    disk = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    disk |= {"offload_param": {"device": "nvme", "nvme_path": folder}}
+    engine = _engine(_config(parallel={"tp": 2}, zero_optimization=disk))
+    _train(engine, range(1))
+    engine.save_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="parameters are on disk, and this rank has a slice of"):
+        engine.load_checkpoint(folder)
+    engine.close()
+    other = _engine(_config(parallel={"tp": 2}))
+    other.load_checkpoint(folder)
+    assert other.counts.steps == 1
+
+
+def test_slices_of_parameters_are_not_loaded_to_disk(ranks, tmp_path):
+    ranks(2).run(_parameters_on_disk, str(tmp_path))
+
+
 def test_slices_of_state_are_not_loaded_to_disk(ranks, tmp_path):
     ranks(2).run(_slices_on_disk, str(tmp_path))
 
