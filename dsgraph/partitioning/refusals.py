@@ -148,7 +148,8 @@ def refuse_early_optimizers(parameters: Iterable[nn.Parameter], *, doing: str) -
         # `type`, not `isinstance`: some objects answer to `__class__` with code of their own.
         if not issubclass(type(candidate), Optimizer):
             continue
-        held = [param for group in candidate.param_groups for param in group["params"] if id(param) in replaced]
+        groups = getattr(candidate, "param_groups", ())  # none: the collector is about to delete it
+        held = [param for group in groups for param in group["params"] if id(param) in replaced]
         if held:
             raise PartitionError(
                 f"{type(candidate).__name__} was made before {doing} and holds {len(held)} of the model's parameters, "

@@ -267,6 +267,12 @@ def test_other_optimizers_do_not_matter():
     assert len(other.param_groups) == 1
 
 
+def test_an_optimizer_that_the_collector_has_cleared_does_not_matter():
+    cleared = torch.optim.SGD(_net().parameters(), lr=0.1)
+    vars(cleared).clear()  # what the collector does first; another thread may see it then
+    dsgraph.partition(_net())
+
+
 @pytest.mark.parametrize("call", [dsgraph.accumulate, dsgraph.discard])
 def test_steps_are_of_modules(call):
     takes = pytest.raises(dsgraph.PartitionError, match=f"{call.__name__} takes a torch.nn.Module, found list")
