@@ -34,7 +34,15 @@ from .collectives.gather_by_messages import register_lowering as _register_gathe
 from .collectives.gather_param import gather_param, reduce_grad, start_reduction
 from .collectives.messages import sends_messages
 from .collectives.reductions import AVERAGE, REDUCTIONS, one_group
-from .collectives.tensor_slices import enter_slices, gather_slices, own_slice, slice_of, sum_slices
+from .collectives.tensor_slices import (
+    enter_slices,
+    gather_entered,
+    gather_slices,
+    own_slice,
+    scatter_sum,
+    slice_of,
+    sum_slices,
+)
 from .collectives.together import start_gathers_in_place, start_reducing_together
 from .collectives.vocabulary import sliced_cross_entropy, sliced_embedding
 from .compat import backend_name, c10d_functional, resolve_group, share_memory, size_hint
@@ -84,6 +92,7 @@ __all__ = [
     "gather_by_messages",
     "gather_by_messages_coalesced",
     "gather_param",
+    "gather_entered",
     "gather_slices",
     "linear_cross_entropy",
     "multiply_own_weight",
@@ -92,6 +101,7 @@ __all__ = [
     "on_device_of",
     "on_gpu",
     "own_slice",
+    "scatter_sum",
     "pad_rows",
     "put_together",
     "reduce_compressed",

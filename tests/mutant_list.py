@@ -1311,9 +1311,24 @@ PARALLEL = (
         killers=("tests/parallel/planning/test_search.py",),
     ),
     Mutant(
-        *("slices-not-entered", "passes/parallel/slice_tensors.py", "missing term"),
-        *("_Rewriting._slice", "operand is not outcome.added and _has_gradient(operand)", "False"),
+        *("slices-not-entered", "passes/parallel/rewrite_slices.py", "missing term"),
+        *("Rewriting._slice", "operand is not outcome.added and _has_gradient(operand)", "False"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),
+    ),
+    Mutant(
+        *("entries-outlive-writes", "passes/parallel/rewrite_slices.py", "stale value"),
+        *("Rewriting.visit", "if writes(node)", "if False"),
+        killers=("tests/passes/parallel/test_slice_sequence.py",),
+    ),
+    Mutant(
+        *("tokens-gathered-without-a-sum", "passes/parallel/slice_sequence.py", "missing sum"),
+        *("_SequenceRewriting.visit", "_own.gather_entered.default", "_own.gather_slices.default"),
+        killers=("tests/distributed/test_sequence_parallel.py",),
+    ),
+    Mutant(
+        *("slices-of-tokens-without-products", "passes/parallel/slice_sequence.py", "missing check"),
+        *("_without_effect", "if node.name not in arrived", "if False"),
+        killers=("tests/passes/parallel/test_slice_sequence.py",),
     ),
     Mutant(
         *("other-results-are-sent", "passes/parallel/stages/stage_graphs.py", "wrong branch"),
@@ -1347,12 +1362,12 @@ PARALLEL = (
     ),
     Mutant(
         *("sliced-sums-not-followed", "passes/verify/reductions.py", "missing event"),
-        *("_follow", "if target is torch.ops.dsgraph.sum_slices.default", "if False"),
+        *("_follow", "if target in _SUM_SLICES", "if False"),
         killers=("tests/distributed/test_tensor_parallel.py",),
     ),
     Mutant(
-        *("sliced-sums-rounded-twice", "passes/parallel/slice_tensors.py", "missing cast"),
-        *("_Rewriting._widened", "not in _NARROW", "is not None"),
+        *("sliced-sums-rounded-twice", "passes/parallel/rewrite_slices.py", "missing cast"),
+        *("Rewriting._widened", "not in _NARROW", "is not None"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),
     Mutant(
@@ -1750,8 +1765,8 @@ CONTRACTS = (
         killers=("tests/contracts/test_fake_ops.py",),
     ),
     Mutant(
-        *("device-without-a-number", "passes/parallel/slice_tensors.py", "wrong device"),
-        *("_Rewriting._draw", "device=value.device)", "device=value.device.type)"),
+        *("device-without-a-number", "passes/parallel/rewrite_slices.py", "wrong device"),
+        *("Rewriting._draw", "device=value.device)", "device=value.device.type)"),
         killers=("tests/contracts/test_device_index.py",),
     ),
     Mutant(

@@ -27,6 +27,7 @@ COMMON = {
     "loss_scale": "a scalar of logs and checkpoints",
     "memory_limit": "an argument of several functions",
     "host_memory_limit": "an argument of `plan_offload`",
+    "sequence_parallel": "an option of the backend, and a style in the plans of transformers",
 }
 """Names that mean other things elsewhere, as do plain words such as `stage`."""
 

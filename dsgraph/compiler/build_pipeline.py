@@ -37,6 +37,7 @@ _PASSES_OF: dict[str, tuple[type[GraphPass], ...]] = {
     "kernels": (SubstituteKernels,),
     "gather_bucket_bytes": (BucketForwardGathers, BucketBackwardGathers),
     "reduce_bucket_bytes": (BucketReductions, BucketSmallReductions),
+    "sequence_parallel": (SliceTensors,),
 }
 """Options that set passes and do not add them: a list without these passes would ignore them."""
 
@@ -106,7 +107,7 @@ def _built_in(options: BackendOptions) -> list[GraphPass]:
     overlap = options.overlap_comm
     return [
         MergeGathers(),
-        SliceTensors(),
+        SliceTensors(sequence_parallel=options.sequence_parallel),
         *([SparsifyAttention(options.sparse_attention)] if options.sparse_attention is not None else []),
         *([_substitute_kernels(options)] if options.kernels != "none" else []),
         CompressGathers(),
@@ -148,7 +149,7 @@ def _substitute_kernels(options: BackendOptions) -> SubstituteKernels:
 def _refuse_without_effect(options: BackendOptions, given: Pipeline) -> None:
     """Refuse options that set passes of which the user's list has none."""
     for name, kinds in _PASSES_OF.items():
-        is_set = name in options.model_fields_set and getattr(options, name) is not None
+        is_set = name in options.model_fields_set and getattr(options, name) not in (None, False)
         if is_set and not any(isinstance(item, kinds) for item in given):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise PassError(f"option {name!r} has no effect without {names}: add it, or remove the option")

@@ -63,6 +63,9 @@ class BackendOptions(BaseModel):
             `memory_limit`, it moves as much as the fastest plan contains.
         partition_activations: True lets each tensor-parallel rank save only a slice of each activation that all ranks
             have alike; the backward gathers it, see `PartitionActivations`. It needs a model of `tensor_parallel`.
+        sequence_parallel: True lets each tensor-parallel rank compute norms, dropout and residuals on its share of the
+            tokens, whose memory they then take; a reduce-scatter and an all-gather replace each sum over these ranks,
+            see `SliceTensors`. It needs a model of `tensor_parallel`, and sizes that are not dynamic.
         kernels: The kernels that replace sequences of ops, see `SubstituteKernels`: "auto" uses those that are expected
             to be faster, "none" none, a list exactly these, by name or as `KernelSpec` (`dsgraph.kernel` makes one of
             your own); with "auto" in the list, the automatic ones as well. With `strict`, a listed kernel that matches
@@ -90,6 +93,7 @@ class BackendOptions(BaseModel):
     memory_limit: int | float | None = Field(default=None, description=TAKES_BYTES)
     activation_offload: Literal["host", "disk"] | None = Field(default=None, description="'host', 'disk' or None")
     partition_activations: bool = Field(default=False, description="True or False")
+    sequence_parallel: bool = Field(default=False, description="True or False")
     kernels: Literal["auto", "none"] | tuple[KernelSpec | Literal["auto"], ...] = Field(
         default="auto", description="'auto', 'none' or a list of kernels"
     )

@@ -7,9 +7,12 @@ With `parts=1` that is the r-th n-th of the dimension; a fused product of querie
     own_slice:      own  = this rank's slice of full            backward: the gradients of all slices, in order
     sum_slices:     sum  = sum over ranks of x                  backward: the gradient as it is
     enter_slices:   x    = x                                    backward: the sum over ranks of the gradient
+    scatter_sum:    own  = this rank's slice of sum_slices(x)   backward: the gradients of all slices, in order
+    gather_entered: x    = all slices, in order                 backward: this rank's slice of the summed gradient
 
-The last two are the conjugate pair f, g of Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3. They are correct
-if a replicated value has the same gradient on every rank, and a slice the gradient of that slice.
+`sum_slices` and `enter_slices` are the conjugate pair f, g of Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3;
+the last two are g with a line above it of Korthikanti et al.: arXiv 2205.05198, section 4.2. All are correct if a
+replicated value has the same gradient on every rank, and a slice the gradient of that slice.
 """
 
 from __future__ import annotations
@@ -66,6 +69,14 @@ def lowered_gather(own: Tensor, dim: int, parts: int, ranks: int, group: str) ->
     return join_slices(c10d_functional.wait_tensor(stacked).view(ranks, *own.shape), dim, parts=parts)
 
 
+def lowered_scatter(x: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    """Return `scatter_sum`, computed by functional collectives that a tracer sees."""
+    pieces = x.unflatten(dim, (parts, ranks, x.shape[dim] // (parts * ranks))).movedim(dim + 1, 0)
+    stacked = pieces.flatten(dim + 1, dim + 2).contiguous()
+    own = c10d_functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", ranks, group)
+    return c10d_functional.wait_tensor(own).view(stacked.shape[1:])
+
+
 def _gathered(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
     shape = list(own.shape)
     shape[dim] = shape[dim] * ranks
@@ -117,6 +128,18 @@ def enter_slices(x: Tensor, group: str) -> Tensor:
     return x.clone()
 
 
+@define_op(fake=_sliced)
+def scatter_sum(x: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    """Return this rank's slice of the sum of `x` over the ranks of `group`; arguments as for `own_slice`."""
+    return lowered_scatter(x, dim, parts, ranks, group).clone()
+
+
+@define_op(fake=_gathered)
+def gather_entered(own: Tensor, dim: int, parts: int, ranks: int, group: str) -> Tensor:
+    """Return the full tensor, whose gradient is summed over ranks and sliced; arguments as for `gather_slices`."""
+    return lowered_gather(own, dim, parts, ranks, group)
+
+
 def _note_slice(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.slice = inputs[1:]
 
@@ -137,6 +160,14 @@ def _pass_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None
 
 
+def _scatter_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.dsgraph.scatter_sum(grad, *ctx.slice), None, None, None, None
+
+
+def _gather_entered_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return torch.ops.dsgraph.gather_entered(grad, *ctx.slice), None, None, None, None
+
+
 def _sum_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.dsgraph.sum_slices(grad, ctx.group), None
 
@@ -145,3 +176,5 @@ gather_slices.register_autograd(_slice_back, setup_context=_note_slice)
 own_slice.register_autograd(_gather_back, setup_context=_note_slice)
 sum_slices.register_autograd(_pass_back, setup_context=_note_group)
 enter_slices.register_autograd(_sum_back, setup_context=_note_group)
+scatter_sum.register_autograd(_gather_entered_back, setup_context=_note_slice)
+gather_entered.register_autograd(_scatter_back, setup_context=_note_slice)

@@ -14,7 +14,8 @@ from dsgraph.passes.ir.collectives import Role, collective_of
 from dsgraph.passes.ir.graph import bound_arguments
 
 _own, _c10d = torch.ops.dsgraph, c10d_functional
-_GIVES_ALL_THE_SAME = frozenset({_own.sum_slices.default, _own.gather_slices.default})
+_GIVES_ALL_THE_SAME = frozenset({_own.sum_slices.default, _own.gather_slices.default, _own.gather_entered.default})
+_GIVES_EACH_ITS_OWN = frozenset({_own.own_slice.default, _own.scatter_sum.default})
 _EQUALIZING_ROLES = frozenset({Role.GATHER, Role.ALL_REDUCE, Role.BROADCAST})
 _DETERMINISTIC_NAMESPACES = frozenset({"aten", "prims", "dsgraph", _c10d.name})
 
@@ -54,6 +55,6 @@ def _is_deterministic(target: Any, call: dict[str, Any], group: str) -> bool:
     """Return whether an op gives equal results for equal operands on every rank of the group."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__module__", "") in ("_operator", "operator")  # an item of a tuple, a sum of sizes
-    if target.namespace not in _DETERMINISTIC_NAMESPACES or target is _own.own_slice.default:
+    if target.namespace not in _DETERMINISTIC_NAMESPACES or target in _GIVES_EACH_ITS_OWN:
         return False
     return torch.Tag.nondeterministic_seeded not in target.tags

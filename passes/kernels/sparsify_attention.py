@@ -33,7 +33,9 @@ from .matching import writes
 from .spec import NearMiss
 
 _OP = torch.ops.dsgraph.block_sparse_attention.default
-_OF_SLICES = (torch.ops.dsgraph.enter_slices.default, torch.ops.dsgraph.sum_slices.default)
+_OF_SLICES = tuple(
+    getattr(torch.ops.dsgraph, name).default for name in ("enter_slices", "gather_entered", "sum_slices", "scatter_sum")
+)
 
 
 @dataclass(frozen=True)

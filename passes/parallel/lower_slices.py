@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from dsgraph.inductor_ext.collectives.tensor_slices import lowered_gather, lowered_sum
+from dsgraph.inductor_ext.collectives.tensor_slices import lowered_gather, lowered_scatter, lowered_sum
 from dsgraph.passes.core.capture_facts import CaptureFacts
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
@@ -23,6 +23,8 @@ _LOWERED: Mapping[object, Callable[..., Tensor]] = MappingProxyType(
     {
         _own.sum_slices.default: lowered_sum,
         _own.gather_slices.default: lowered_gather,
+        _own.gather_entered.default: lowered_gather,
+        _own.scatter_sum.default: lowered_scatter,
         _own.enter_slices.default: lambda x, group: x.clone(),
     }
 )

@@ -13,12 +13,15 @@ from torch.fx import GraphModule, Node
 from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
 from .slice_few_bits import FEW_BITS
-from .slice_rules import outcome_of
+from .slice_rules import Rule, outcome_of
 from .slices import Outcome, Refusal, Slice, name_of
 
 # Functions that communicate slices: markers, and what `SliceTensors` writes.
 _COMMUNICATING = frozenset(
-    {"gather_slices", "sum_slices", "enter_slices", "sliced_embedding", "sliced_cross_entropy", *FEW_BITS}
+    {
+        *("gather_slices", "sum_slices", "enter_slices", "gather_entered", "scatter_sum"),
+        *("sliced_embedding", "sliced_cross_entropy", *FEW_BITS),
+    }
 )
 
 
@@ -28,11 +31,13 @@ class Sliced:
 
     Attributes:
         ranks: Number of ranks.
+        rule: Returns the outcome of a call with sliced operands.
         slices: Node -> the slice of its value.
         origins: Node -> names of the parameters from which its slices come.
     """
 
     ranks: int
+    rule: Rule = outcome_of
     slices: dict[Node, Any] = field(default_factory=dict)
     origins: dict[Node, frozenset[str]] = field(default_factory=dict)
 
@@ -61,7 +66,7 @@ class Sliced:
         operands = self.operands(node)
         if not (operands or name_of(node) in FEW_BITS) or node.op not in ("call_function", "call_method"):
             return None
-        outcome = outcome_of(node, self)
+        outcome = self.rule(node, self)
         if isinstance(outcome, Outcome) and outcome.out is not None:
             self.hold(node, outcome.out, frozenset().union(*(self.origins[operand] for operand in operands)))
         return outcome

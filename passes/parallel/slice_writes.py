@@ -26,7 +26,7 @@ _VIEWS = (
 def refuse_writes(node: Node, values: Values) -> Refusal | None:
     """Return why a call whose result is written to cannot make slices; None if nothing writes to it, or it can."""
     writers = list(_writers(node))
-    if not writers or (name_of(_memory(node)) == "new_empty" and values.slice_of(_memory(node)) is not None):
+    if not writers or (name_of(memory_of(node)) == "new_empty" and values.slice_of(memory_of(node)) is not None):
         return None
     reason = f"{name_of(writers[0])} writes to it"
     if name_of(node) != "new_empty" or not _is_filled(node, writers, values):
@@ -46,7 +46,7 @@ def _writers(node: Node) -> Iterator[Node]:
             yield from _writers(user)
 
 
-def _memory(node: Node) -> Node:
+def memory_of(node: Node) -> Node:
     """Return the value whose memory a view shows."""
     while name_of(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]

@@ -37,7 +37,9 @@ _WORKER_ERROR = 2  # where it stands among the results of `reduce_compressed`
 _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
 
 # Over slices: ops before `LowerForwardSlices` and `LowerBackwardSlices` that sum nothing.
-_PASS_SUMS_ON = frozenset({torch.ops.dsgraph.gather_slices.default, torch.ops.dsgraph.enter_slices.default})
+_own = torch.ops.dsgraph
+_PASS_SUMS_ON = frozenset({_own.gather_slices.default, _own.gather_entered.default, _own.enter_slices.default})
+_SUM_SLICES = frozenset({_own.sum_slices.default, _own.scatter_sum.default})
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _follow(node: Node, sources: list[_Value], values: Mapping[Node, _Value], si
         return _summed(sources[0], [_event(group, "sum") for group in groups if sizes.get(group) != 1])
     if target is operator.getitem and node.all_input_nodes[0].target is torch.ops.dsgraph.reduce_compressed.default:
         return _of_compressed(node, sources[0], sizes)
-    if target is torch.ops.dsgraph.sum_slices.default:
+    if target in _SUM_SLICES:
         group = bound_arguments(node)["group"]
         return _summed(sources[0], [_event(group, "sum")] if sizes.get(group) != 1 else [])
     if target in _PASS_SUMS_ON:

@@ -65,6 +65,8 @@ def _collectives(group: str) -> dict[str, Call]:
         "exchange_by_messages_coalesced": (([_empty(64, 16), _wide(64)], 8, group), {}),
         "enter_slices": ((_empty(4, 16), group), {}),
         "sum_slices": ((_empty(4, 16), group), {}),
+        "scatter_sum": ((_empty(4, 16), 1, 1, 8, group), {}),
+        "gather_entered": ((_empty(4, 16), 1, 1, 8, group), {}),
         "own_slice": ((_empty(4, 16), 1, 1, 8, group), {}),
         "gather_slices": ((_empty(4, 16), 1, 1, 8, group), {}),
         "multiply_sliced_weight": ((_empty(4, 64), _bytes(16, 2, 16), _wide(16, 2), _wide(16, 2), 0, 1, 8, group), {}),

@@ -24,7 +24,7 @@ def _ids(step: int) -> torch.Tensor:
     return torch.randint(1, 64, (4 * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(step))
 
 
-def _train(dp: int, tp: int, pp: int, zero_stage: int, family: str = "llama") -> float:
+def _train(dp: int, tp: int, pp: int, zero_stage: int, family: str = "llama", **options: Any) -> float:
     """The largest difference of a loss or norm from one process over three steps, relative."""
     model, alone = _build(family), _build(family)
     mine = len(_ids(0)) // dp
@@ -33,7 +33,7 @@ def _train(dp: int, tp: int, pp: int, zero_stage: int, family: str = "llama") ->
     example = _ids(0)[: mine // count]
     parts = dsgraph.parallelize(
         model, dp=dp, tp=tp, pp=pp, zero_stage=zero_stage, microbatches=count,
-        example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40,
+        example_kwargs={"input_ids": example, "labels": example}, keep_whole_below=40, **options,
     )  # fmt: skip
     optimizers = [torch.optim.AdamW(list(each.parameters()), lr=1e-2, eps=1e-3) for each in (parts, alone)]
     worst = 0.0

@@ -78,7 +78,7 @@ def test_a_plan_of_transformers_may_name_modules_that_the_model_lacks():
     [
         ("ep_dispatch_experts", "gives each rank some experts.*use 'packed_colwise'"),
         ("grouped_gemm", "gives each rank some experts"),
-        ("sequence_parallel", "not sharded along the sequence: remove it"),
+        ("sequence_parallel", "remove it, and compile with sequence_parallel=True"),
         ("columns", r"it takes ColwiseParallel\(\).*colwise, .*embedding_rowwise"),
     ],
 )

@@ -154,6 +154,9 @@ class ActivationCheckpointingConfig(Section):
 _STAGES = Needs("parallel.pp", (), "it is about pipeline stages", note=NO_EFFECT, other_than=1)
 
 
+_TENSOR_PARALLEL = Needs("parallel.tp", (), "tensor-parallel ranks share the tokens", note=NO_EFFECT, other_than=1)
+
+
 class ParallelConfig(Section):
     """The ranks that share one model (tensor and pipeline parallel), besides the data-parallel ranks.
 
@@ -163,6 +166,14 @@ class ParallelConfig(Section):
     dp: int = key(1, "number of data-parallel ranks; ZeRO shards over them", ge=1, stages=True)
     tp: int = key(1, "number of tensor-parallel ranks (neighbours)", ge=1, stages=True)
     pp: int = key(1, "number of pipeline ranks", ge=1, stages=True)
+    sequence_parallel: bool = key(
+        False,
+        "let each tensor-parallel rank compute norms, dropout and residuals on its share of the tokens: less memory "
+        "for activations",
+        option="sequence_parallel",
+        needs=(_TENSOR_PARALLEL,),
+        stages=True,
+    )
     schedule: str = key("1F1B", "pipeline schedule, see `dsgraph schedule`", needs=(_STAGES,), stages=True)
     split: Literal["auto"] | tuple[str, ...] = key(
         "auto", "the first module of the second and each later stage", needs=(_STAGES,), stages=True

@@ -17,6 +17,7 @@ from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
 from dsgraph.compat.tensors import flatten_tree, map_tensors
+from dsgraph.compiler.options import parse_options
 from dsgraph.compiler.remedies import remedy
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import (
@@ -94,6 +95,7 @@ def capture_model(
     device: torch.device,
     costs: CostModel | None = None,
     changing: Collection[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> CapturedModel:
     """Capture a model's forward by Dynamo. Buffers keep their values.
 
@@ -104,6 +106,7 @@ def capture_model(
         device: The device of the stages.
         costs: The cost model; None: the defaults of the device type.
         changing: Names of buffers that another forward writes to, so that only one stage has their values.
+        options: Options of the backend, of which one is for the slices of a tensor-parallel model.
 
     Raises:
         PartitionError: The forward has a graph break, writes to a parameter, or reads a tensor that is neither input
@@ -114,28 +117,32 @@ def capture_model(
     args, kwargs = map_tensors(
         lambda tensor: fake_like(tensor, mode, device=device) if mode else tensor.to(device), (args, dict(kwargs))
     )
+    leaves = flatten_tree((args, kwargs))[0]
     with mode or nullcontext(), keeping_buffers(model, has_values=mode is None):
         gm, values, results, output = _graph_of(model, args, kwargs, is_copy=mode is not None)
-        leaves = flatten_tree((args, kwargs))[0]
         assigned = assigned_buffers(model, tensors, results=results, arguments=leaves)
     state, inputs = _origins(gm, values, tensors=tensors, leaves=leaves)
-    slices = _slices(gm, state)
-    values, state = _own_slices(gm, values, state)
-    seeds = seed_draws(gm)
-    values += [torch.zeros(1, len(seeds), dtype=torch.int64)] if seeds else []
+    values, state, slices = _own_slices(gm, values, state, SliceTensors(parse_options(options).sequence_parallel))
+    if seeds := seed_draws(gm):
+        values.append(torch.zeros(1, len(seeds), dtype=torch.int64))
     run = FakeRun(gm, device, costs or CostModel.default(device_type=device.type))
     run.values_of(values)
     run.costs.update(dict.fromkeys(seeds, 0.0))  # each stage computes its own, of one number
     writes = find_writes(gm, run, state, assigned=dict(tensors), numbers=assigned)
     repeated = _repeated(gm, run, state, {*changing, *(state[name][0] for name in writes.values)})
-    nodes: Any = gm.graph.output_node().args[0]
     return CapturedModel(
-        *(gm, state, inputs, list(nodes), output, run.costs, slices, repeated),
+        *(gm, state, inputs, _results(gm), output, run.costs, slices, repeated),
         draws=bool(run.effects.draws or seeds),
         seeds=len(seeds),
         unseeded=run.unseeded(),
         writes=writes,
     )
+
+
+def _results(gm: GraphModule) -> list[Node]:
+    """Return what the graph returns; a value may be there twice."""
+    nodes: Any = gm.graph.output_node().args[0]
+    return list(nodes)
 
 
 def _repeated(
@@ -225,12 +232,13 @@ def _slices(gm: GraphModule, state: Mapping[str, tuple[str, Tensor]]) -> dict[st
 
 
 def _own_slices(
-    gm: GraphModule, values: Sequence[Any], state: Mapping[str, tuple[str, Tensor]]
-) -> tuple[list[Any], dict[str, tuple[str, Tensor]]]:
+    gm: GraphModule, values: Sequence[Any], state: Mapping[str, tuple[str, Tensor]], slicing: SliceTensors
+) -> tuple[list[Any], dict[str, tuple[str, Tensor]], dict[str, ParameterSlice]]:
     """Let the graph of a tensor-parallel model compute with this rank's slices, which replace the parameters."""
     if not any(isinstance(value, DTensor) for value in values):
-        return list(values), dict(state)
-    SliceTensors().run(gm, PassContext(Phase.CAPTURE))
+        return list(values), dict(state), {}
+    slices = _slices(gm, state)
+    slicing.run(gm, PassContext(Phase.CAPTURE))
     own: dict[str, Tensor] = {}
     for node, value in zip(gm.graph.find_nodes(op="placeholder"), values, strict=True):
         if not isinstance(value, DTensor):
@@ -242,4 +250,4 @@ def _own_slices(
         graph.recompile()
     placeholders = gm.graph.find_nodes(op="placeholder")
     new = [own.get(node.name, value) for node, value in zip(placeholders, values, strict=True)]
-    return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}
+    return new, {key: (name, own.get(key, tensor)) for key, (name, tensor) in state.items()}, slices

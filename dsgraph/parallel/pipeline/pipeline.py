@@ -109,7 +109,7 @@ def pipeline(
     example = cast_floating((example_inputs, dict(example_kwargs or {})), param_dtype)
     twin = _twin(model, device, param_dtype)
     is_moved = any(tensor.device != device for tensor in (*model.parameters(), *model.buffers()))
-    captured = _captured(model, example, dtype=param_dtype, is_moved=is_moved, device=device, costs=costs)
+    captured = _captured(model, example, param_dtype, is_moved, device=device, costs=costs, options=options)
     _tell_unseeded(captured)
     example = map_tensors(lambda tensor: tensor.detach().to("meta"), example)  # of which only sizes are needed
     saved = _saved(model, captured)  # before memory of other stages is freed and ZeRO shards the own ones
@@ -190,19 +190,20 @@ def _twin(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 def _captured(
     model: nn.Module,
     example: tuple[tuple[Any, ...], Mapping[str, Any]],
-    *,
     dtype: torch.dtype | None,
     is_moved: bool,
+    *,
     device: torch.device,
     costs: CostModel,
+    options: Mapping[str, Any] | None,
 ) -> CapturedModel:
     """Capture a model, or a copy without values if its parameters have another dtype or device."""
     args, kwargs = example
     if dtype is None and not is_moved:
-        return capture_model(model, args, kwargs=kwargs, device=device, costs=costs)
+        return capture_model(model, args, kwargs=kwargs, device=device, costs=costs, options=options)
     twin = without_values(model, device, dtype=dtype)  # not that of evaluation: a forward may leave something in it
     with default_device(device if is_moved else None):
-        captured = capture_model(twin, args, kwargs=kwargs, device=device, costs=costs)
+        captured = capture_model(twin, args, kwargs=kwargs, device=device, costs=costs, options=options)
     if dtype is not None:
         refuse_mixed_dtypes(captured, dtype)
     return with_values(captured, model)

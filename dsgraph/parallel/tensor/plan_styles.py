@@ -32,7 +32,7 @@ _EXPERTS = (
 )
 _REFUSED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(("grouped_gemm", "ep_dispatch_experts", "ep_router"), _EXPERTS)
-    | {"sequence_parallel": "and activations are not sharded along the sequence: remove it; norms are then replicated"}
+    | {"sequence_parallel": "but a plan only shards parameters: remove it, and compile with sequence_parallel=True"}
 )
 
 

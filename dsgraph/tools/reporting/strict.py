@@ -70,9 +70,13 @@ def refuse_without_effect(request: CompileRequest) -> None:
     """
     if not request.trains:
         return
-    if request.options.partition_activations and all(axis.role is not AxisRole.TENSOR for axis in request.facts.axes):
+    if any(axis.role is AxisRole.TENSOR for axis in request.facts.axes):
+        return
+    options = request.options
+    if options.partition_activations or options.sequence_parallel:
+        name = "option 'partition_activations'" if options.partition_activations else "option 'sequence_parallel'"
         raise StrictError(
-            "strict: option 'partition_activations' has no effect: the model has no tensor-parallel operator. "
+            f"strict: {name} has no effect: the model has no tensor-parallel operator. "
             f"Call dsgraph.tensor_parallel first, or drop the option, {_WITHOUT}"
         )
 

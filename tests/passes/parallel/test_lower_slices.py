@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,10 +33,12 @@ def test_dynamic_sizes_are_nodes_of_the_graph(fake_ranks):
     assert gm(longer).shape == (9, 4, 48), "the graph holds for other sizes, too"
 
 
-def test_ops_are_those_that_inductor_lowers(fake_ranks):
+@pytest.mark.parametrize("op", ["gather_slices", "gather_entered", "scatter_sum"])
+def test_ops_are_those_that_inductor_lowers(fake_ranks, op):
     """Inductor has decomposed others before a forward graph reaches it, and refuses them there."""
     group = dist.group.WORLD.group_name
-    gm = trace(lambda own: _own.gather_slices(own, 2, 3, 8, group).cos(), torch.randn(3, 4, 6))
+    call = getattr(_own, op)
+    gm = trace(lambda own: call(own, 2, 3, 8, group).cos(), torch.randn(3, 4, 48))
     run_pass(LowerForwardSlices(), gm, SLICES)
     called = {node.target for node in gm.graph.nodes if node.op == "call_function"}
     assert called <= lowerings.keys()
