@@ -88,6 +88,11 @@ _MOQ = {
 FEATURES = (
     *(Feature(f"ZeRO stage {stage}", "stage", {"zero_optimization": {"stage": stage}}) for stage in (1, 2, 3)),
     Feature("tensor slices", "tensor", layout={"tp": 2}),
+    Feature(
+        *("sequence parallelism", "sequence", {"parallel": {"sequence_parallel": True}}),
+        layout={"tp": 2},
+        needs="tensor slices",
+    ),
     Feature("pipeline stages", "pipeline", layout={"pp": 2}),
     Feature("bf16", "precision", {"bf16": {"enabled": True}}, changes_numbers=True),
     Feature("fp16", "precision", {"fp16": {"enabled": True, "initial_scale_power": 8}}, changes_numbers=True),

@@ -33,7 +33,7 @@ def compare(ranks, names, folder, *, steps=STEPS, within=2e-5):
 
 
 TOGETHER = (
-    ("tensor slices", "activation checkpointing", "evaluation"),
+    ("sequence parallelism", "tensor slices", "activation checkpointing", "evaluation"),
     ("pipeline stages", "accumulation", "adapters", "checkpoints"),
     ("ZeRO stage 1", "1-bit Adam", "one graph"),
     ("ZeRO stage 2", "optimizer on disk", "activation offload"),

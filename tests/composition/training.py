@@ -67,7 +67,7 @@ class _Run:
         self._count = max(more.get("gradient_accumulation_steps", 1), sizes["pp"])
         config["gradient_accumulation_steps"] = self._count
         if self._is_staged:
-            config["parallel"] = sizes
+            config["parallel"] = {**config.get("parallel", {}), **sizes}
         self._copy = dist.get_rank() // sizes["tp"] % self._dp if not alone else None
         if alone:
             config["train_micro_batch_size_per_gpu"] = ROWS * self._dp
