@@ -1331,6 +1331,11 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_sequence.py",),
     ),
     Mutant(
+        *("deferred-gradients-not-counted", "dsgraph/parallel/pipeline/schedule_order.py", "missing term"),
+        *("most_deferred", 'kind == "I"', "False"),
+        killers=("tests/parallel/pipeline/test_schedule_order.py",),
+    ),
+    Mutant(
         *("other-results-are-sent", "passes/parallel/stages/stage_graphs.py", "wrong branch"),
         *("return_only", "and not node.users", "and node.users"),
         killers=("tests/passes/parallel/stages/test_split_stages.py",),

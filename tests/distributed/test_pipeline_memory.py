@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dsgraph
 from benchmarks.memory import AllocationCounter
+from dsgraph.parallel.pipeline.schedule_order import ZERO_BUBBLE
 from dsgraph.passes.memory.fit import MemoryLimitError
 from dsgraph.utils.errors import ConfigError, OptionError
 from examples.gpt import GPT, GPTConfig
@@ -34,7 +35,7 @@ def _pipeline(limit: int | None, *, dp: int = 1, **how: Any) -> dsgraph.Pipeline
     torch.manual_seed(0)
     options = {"codegen": "eager", "strict": True} | ({} if limit is None else {"memory_limit": limit})
     example = tuple(tensor[:ROWS] for tensor in _batch(0))
-    layers = 4 if how.get("schedule") == "Interleaved1F1B" else 2  # one for each stage
+    layers = 2 if how.get("schedule", "1F1B") in ("1F1B", "GPipe") else 4  # one for each stage
     model = GPT(GPTConfig(vocab=64, width=32, heads=2, layers=layers))
     return dsgraph.parallelize(
         model, example, pp=2, dp=dp, microbatches=COUNT, keep_whole_below=64, options=options, **how
@@ -66,8 +67,8 @@ def _of_all(value: Any) -> list[Any]:
     return found
 
 
-def _keeps(library: str, how: dict[str, Any]) -> tuple[int, int]:
-    """Return the least limit, which errors name, and the peak without a limit."""
+def _keeps(library: str, how: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the least limit, which errors name, the peak under it, and the peak without a limit."""
     counter, limit, found = counter_of(library), 1000, None
     free, usual, _ = _train(counter, None, **how)
     free = max(_of_all(free))
@@ -80,12 +81,12 @@ def _keeps(library: str, how: dict[str, Any]) -> tuple[int, int]:
             least = int(re.findall(r"takes ([\d,]+) (?:bytes )?at least", said[0])[-1].replace(",", ""))
             assert least > limit
             limit = least
-    middle = (limit + free) // 2
+    middle = max(limit, (limit + free) // 2)
     for kept, (peak, numbers, report) in ((limit, found), (middle, _train(counter, middle, **how))):
         assert peak <= kept
         assert all(memory.peak <= memory.limit == kept for memory in report.memory)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(numbers, usual, strict=True))
-    return limit, free
+    return limit, max(_of_all(found[0])), free
 
 
 @pytest.mark.parametrize(
@@ -93,14 +94,17 @@ def _keeps(library: str, how: dict[str, Any]) -> tuple[int, int]:
     (
         {"schedule": "1F1B"},
         *(pytest.param({"schedule": name}, marks=pytest.mark.full) for name in ("GPipe", "Interleaved1F1B")),
+        *(pytest.param({"schedule": name}, marks=pytest.mark.full) for name in sorted(ZERO_BUBBLE)),
         *(pytest.param({"dp": 2, "zero_stage": stage}, marks=pytest.mark.full) for stage in (0, 1, 3)),
         pytest.param({"dp": 2, "zero_stage": 2, "param_dtype": torch.bfloat16}, marks=pytest.mark.full),
     ),
     ids=str,
 )
 def test_a_rank_stays_under_its_limit_with_the_same_numbers(ranks, library, how):
-    for least, free in ranks(2 * how.get("dp", 1)).run(_keeps, library, how):
-        assert least < 0.9 * free
+    for least, peak, free in ranks(2 * how.get("dp", 1)).run(_keeps, library, how):
+        assert peak < free
+        # With weight gradients that wait, the prediction adds maxima that are not at one time.
+        assert least < 0.9 * free or how.get("schedule") in ZERO_BUBBLE
 
 
 def _refusals() -> None:
@@ -113,8 +117,6 @@ def _refusals() -> None:
             loss_fn=torch.nn.functional.mse_loss,
             options={"codegen": "eager", "memory_limit": 10**6},
         )
-    with pytest.raises(OptionError, match="'memory_limit' is not supported with ZBVZeroBubble"):
-        _pipeline(10**9, schedule="ZBVZeroBubble")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": COUNT,

@@ -9,7 +9,7 @@ gradients are computed immediately. The schedules are those of Qi et al.: Zero B
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,8 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.compat.autograd import version_of
 from dsgraph.passes.compat import is_batched
+
+from .schedule_order import most_deferred
 
 
 class WeightQueue:
@@ -65,11 +67,18 @@ class DeferredWeights:
         products: The products, in the order of the extra arguments.
         results: Number of extra results of the stage: for each product an empty tensor of its dtype, then the rows that
             the products multiply.
+        kept: Bytes of these rows and of the gradients of all products, which a micro-batch keeps after its backward.
     """
 
     queue: WeightQueue
     products: tuple[_Product, ...]
     results: int
+    kept: int
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest weight gradient."""
+        return max((product.weight.nbytes for product in self.products), default=0)
 
     def call(self, run: Callable[..., Sequence[Tensor]], arguments: Sequence[Tensor]) -> Sequence[Tensor]:
         """Call the stage and return its own results."""
@@ -136,7 +145,19 @@ def defer_weights(gm: GraphModule, queue: WeightQueue) -> DeferredWeights:
     results: Any = output.args[0]
     output.args = ((*results, *likes, *rows_read),)
     gm.recompile()
-    return DeferredWeights(queue, tuple(products), len(likes) + len(rows_read))
+    kept = sum(node.meta["val"].nbytes for node in (*dict.fromkeys(read), *(node for node, _ in found)))
+    return DeferredWeights(queue, tuple(products), len(likes) + len(rows_read), kept)
+
+
+def deferred_bytes(stages: Mapping[int, DeferredWeights | None], actions: Sequence[str]) -> int:
+    """Return the most bytes that wait for weight gradients on a rank, with the largest of these gradients.
+
+    Args:
+        stages: The stages of the rank; None: nothing is deferred.
+        actions: What the rank computes, in order, as torch writes it.
+    """
+    kept = {number: 0 if stage is None else stage.kept for number, stage in stages.items()}
+    return most_deferred(actions, kept) + max(0 if stage is None else stage.largest for stage in stages.values())
 
 
 def _kind(gm: GraphModule, node: Node) -> str | None:

@@ -185,9 +185,23 @@ def most_in_flight(actions: Sequence[str]) -> dict[int, int]:
     """
     now, most = Counter[int](), Counter[int]()
     for kind, stage, _ in (part for text in actions for part in _parts(text)):
-        now[stage] += (kind == "F") - (kind in "BW")
+        now[stage] += (kind == "F") - (kind in "BI")
         most[stage] = max(most[stage], now[stage])
     return dict(most)
+
+
+def most_deferred(actions: Sequence[str], sizes: Mapping[int, int]) -> int:
+    """Return the most bytes that wait for weight gradients on a rank at once.
+
+    Args:
+        actions: What the rank computes, in order, as torch writes it.
+        sizes: The bytes that a micro-batch of each stage keeps from its backward until then.
+    """
+    now = most = 0
+    for kind, stage, _ in (part for text in actions for part in _parts(text)):
+        most = max(most, now + sizes[stage] * (kind in "BI"))
+        now += sizes[stage] * ((kind == "I") - (kind == "W"))
+    return most
 
 
 def bubble_share(slots: Sequence[Slot]) -> float:

@@ -24,8 +24,9 @@ from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.byte_counts import on_device
 from dsgraph.utils.errors import OptionError, StrictError
 
+from .deferred_weights import deferred_bytes
 from .pipeline_report import PipelineReport, StageMemory
-from .schedule_order import HOLDS_SENT, ZERO_BUBBLE, most_in_flight
+from .schedule_order import HOLDS_SENT, most_in_flight
 from .stage_modules import LossOf, StageModule, stage_buffers
 from .stage_runs import StageRun
 from .step_arguments import StepInputs
@@ -44,6 +45,7 @@ class StageLimits:
         is_strict: True if what cannot be promised is an error.
         modules: This rank's stages.
         in_flight: The most micro-batches in flight, by stage.
+        deferred: Bytes of weight gradients that a zero-bubble schedule computes later.
         holds_sent: True if the schedule holds what it sends until the end of a step.
         microbatches: Number of micro-batches of a step.
         gradients: The gradients of the stages.
@@ -55,6 +57,7 @@ class StageLimits:
     is_strict: bool
     modules: Mapping[int, StageModule]
     in_flight: Mapping[int, int]
+    deferred: int
     holds_sent: bool
     microbatches: int
     gradients: StepGradients
@@ -83,12 +86,12 @@ class StageLimits:
             loss: The loss of a micro-batch.
 
         Raises:
-            OptionError: The schedule defers weight gradients, or the model does not return its loss.
+            OptionError: The model does not return its loss.
         """
         chosen = parse_options(options) if options is not None else None
         if chosen is None or chosen.memory_limit is None:
             return None
-        _check(report.schedule, loss)
+        _check(loss)
         kind, actions = gradients.device.type, report.actions[gradients.pipeline.rank()]
         equal = next((held.group for held in gradients.slices.values()), "")
         groups = [group.group_name for group in (gradients.pipeline, gradients.copies) if group is not None]
@@ -97,6 +100,7 @@ class StageLimits:
             is_strict=chosen.strict,
             modules=modules,
             in_flight=most_in_flight(actions),
+            deferred=deferred_bytes({number: module.deferred for number, module in modules.items()}, actions),
             holds_sent=report.schedule in HOLDS_SENT,
             microbatches=report.microbatches,
             gradients=gradients,
@@ -171,7 +175,7 @@ class StageLimits:
             inputs: The tensors of the step.
             least: Bytes at the beginning or the end of a step.
         """
-        step = self._step(run, inputs)
+        step = self._step(run, inputs) | {"deferred gradients of weights": self.deferred}
         fixed, taken, plans = sum(step.values()), 0, dict[int, tuple[str, ...]]()
         weights = {key: (self.in_flight[key] + 1) * _activations(module) for key, module in self.modules.items()}
         is_known = True
@@ -260,13 +264,8 @@ class StageLimits:
         return least
 
 
-def _check(schedule: str, loss: LossOf) -> None:
+def _check(loss: LossOf) -> None:
     """Raise an error for a step whose memory cannot be limited."""
-    if schedule in ZERO_BUBBLE:
-        raise OptionError(
-            f"pipeline: the option 'memory_limit' is not supported with {schedule}, which holds inputs and "
-            "gradients of linear layers until it computes weight gradients: use 1F1B, GPipe or Interleaved1F1B"
-        )
     if loss.is_missing:
         raise OptionError(
             "pipeline: the option 'memory_limit' bounds a step, and the model returns no loss, so that it cannot "

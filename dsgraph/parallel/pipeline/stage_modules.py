@@ -95,6 +95,7 @@ class StageModule(nn.Module):
         graph_module: The stage's graph.
         roots: Names of the inputs of the model that it reads.
         queue: Gradients of weights that a zero-bubble schedule computes later; None for other schedules.
+        deferred: The products of these weights.
         keeps: The blocks that each micro-batch keeps; None: all. It needs a chain.
         whole: Inputs of the running step that each micro-batch gets whole.
         written: The buffers that it writes.
@@ -113,7 +114,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.written = [graph_module.get_buffer(name) for name in written]
         self.queue = WeightQueue() if defers else None
-        self._deferred = None if self.queue is None else defer_weights(graph_module, self.queue)
+        self.deferred = None if self.queue is None else defer_weights(graph_module, self.queue)
         self.graph_module = graph_module
         self.roots, self._single = tuple(roots), single
         self.keeps: Keeps | None = None
@@ -151,7 +152,7 @@ class StageModule(nn.Module):
         given = {**inputs, **self.whole}
         buffers = [buffer.clone() for buffer in self.written]  # a backward may read those of its own micro-batch
         arguments = [*received, *[given[root] for root in self.roots], *buffers]
-        results = self._run(*arguments) if self._deferred is None else self._deferred.call(self._run, arguments)
+        results = self._run(*arguments) if self.deferred is None else self.deferred.call(self._run, arguments)
         own = len(results) - len(self.written)
         for buffer, value in zip(self.written, results[own:], strict=True):
             buffer.copy_(value)

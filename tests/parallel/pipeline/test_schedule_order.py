@@ -9,6 +9,7 @@ from dsgraph.parallel.pipeline.schedule_order import (
     bubble_share,
     check_microbatches,
     check_order,
+    most_deferred,
     most_in_flight,
     stages_of_ranks,
 )
@@ -28,6 +29,12 @@ def test_micro_batches_in_flight():
         order = actions_of(None, kind, stages=3, microbatches=6)
         assert [most_in_flight(order[stage])[stage] for stage in range(3)] == most
     assert most_in_flight(["0F0", "0F1", "2F0", "2B0", "0B0", "0I1", "0F2", "0W1"]) == {0: 2, 2: 1}
+
+
+def test_what_waits_for_weight_gradients_is_counted_over_all_stages_of_a_rank():
+    order = ["0F0", "2F0", "2I0", "0I0", "2F1", "2I1", "2W0", "0W0", "2W1"]
+    assert most_deferred(order, {0: 10, 2: 1}) == 12
+    assert most_deferred(["0F0", "0B0", "0F1", "0B1"], {0: 10}) == 10  # one backward, with its weight gradients
 
 
 def test_a_cycle_is_named():
