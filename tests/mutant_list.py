@@ -1321,6 +1321,16 @@ PARALLEL = (
         killers=("tests/passes/parallel/test_slice_sequence.py",),
     ),
     Mutant(
+        *("made-without-gradients-and-read-with-them", "passes/parallel/rewrite_slices.py", "stale value"),
+        *("Rewriting.visit", "self._made.clear()", "pass"),
+        killers=("tests/passes/parallel/test_slice_sequence.py",),
+    ),
+    Mutant(
+        *("tokens-mixed-with-heads", "passes/parallel/slice_sequence.py", "missing check"),
+        *("_outcome", "any(operand in own for operand in node.all_input_nodes)", "False"),
+        killers=("tests/passes/parallel/test_slice_sequence.py",),
+    ),
+    Mutant(
         *("tokens-gathered-without-a-sum", "passes/parallel/slice_sequence.py", "missing sum"),
         *("_SequenceRewriting.visit", "_own.gather_entered.default", "_own.gather_slices.default"),
         killers=("tests/distributed/test_sequence_parallel.py",),

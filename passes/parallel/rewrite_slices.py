@@ -33,12 +33,15 @@ class Rewriting:
     notes: list[str] = field(default_factory=list)
     _local: dict[Node, Node] = field(default_factory=dict)
     _made: dict[tuple[Node, Any], Node] = field(default_factory=dict)
+    _taken_from: set[Node] = field(default_factory=set)
     _touched: set[Node] = field(default_factory=set)
 
     def visit(self, node: Node) -> None:
         """Rewrite one call."""
         if writes(node):
             self._forget(node)
+        if name_of(node) == "_set_grad_enabled":  # what was made without gradients has none
+            self._made.clear()
         if self.known.slice_of(node) is not None:  # a marker: the slice itself replaces it
             self._local[node] = node.args[0]  # type: ignore[assignment]
             return
@@ -52,6 +55,11 @@ class Rewriting:
                 reason = outcome.reason if isinstance(outcome, Refusal) else "the model returns it"
                 self.notes.append(f"{operand.name} is gathered for {name_of(node)}: {reason}")
             node.replace_input_with(operand, self._gathered(operand, node))
+
+    @property
+    def own(self) -> frozenset[Node]:
+        """The nodes whose values are this rank's slices, of the rewritten graph."""
+        return frozenset((*self._local.values(), *self._taken_from))
 
     def _forget(self, writer: Node) -> None:
         """Forget what was made of values before a call writes to their memory."""
@@ -93,12 +101,8 @@ class Rewriting:
         return self._local.get(operand) or self._made.get((operand, "enter")) or operand
 
     def _widened(self, node: Node) -> torch.dtype | None:
-        """Widen a 16-bit product without gradients to 32 bits.
-
-        Return its dtype, to which the sum is rounded once.
-
-        Rounding before the sum as well would give another result than one process.
-        """
+        """Widen a 16-bit product without gradients to 32 bits; return its dtype, to which the sum is rounded once."""
+        # Rounding before the sum as well would give another result than one process.
         value = node.meta.get("example_value")
         if not isinstance(value, Tensor) or value.requires_grad or value.dtype not in _NARROW:
             return None
@@ -150,7 +154,9 @@ class Rewriting:
     def _taken(self, operand: Node, held: Slice, before: Node) -> Node:
         if (operand, held) in self._made:
             return self._made[operand, held]
-        return self._emit(before, _own.own_slice.default, operand, held.dim, held.parts, self.known.ranks, self.group)
+        taken = self._emit(before, _own.own_slice.default, operand, held.dim, held.parts, self.known.ranks, self.group)
+        self._taken_from.add(taken)
+        return taken
 
     def _whole(self, operand: Node) -> Node:
         return operand

@@ -29,6 +29,8 @@ _POINTWISE = (
     "leaky_relu softplus gelu masked_fill where cast contiguous clone detach cos sin log abs clamp float to type_as"
 )
 POINTWISE = frozenset(_POINTWISE.split())
+# Of a second operand, these read the dtype alone.
+_LIKE = ("to", "type_as")
 
 
 def outcome_of(node: Node, values: Values) -> Outcome | Refusal:
@@ -41,6 +43,8 @@ def outcome_of(node: Node, values: Values) -> Outcome | Refusal:
 
 
 def _outcome_of_kind(node: Node, values: Values) -> Outcome | Refusal:
+    if not node.args and name_of(node) not in BY_KEYWORDS:
+        return Refusal(f"{name_of(node)} gets its first argument as a keyword")
     if transpose_of(node) is not None:
         return transpose(node, values)
     call = call_of(node)
@@ -58,7 +62,10 @@ def tensors_of(node: Node, values: Values) -> list[Node]:
 def pointwise(node: Node, values: Values, dims: int | None = None) -> Outcome | Refusal:
     """Apply the rule of pointwise calls: all operands are sliced at the same place of the result."""
     count = len(values.shape_of(node)) if dims is None else dims
-    held: Slice | None = None
+    if name_of(node) in _LIKE:
+        held = values.slice_of(node.args[0])
+        return Outcome(held if isinstance(held, Slice) else None)
+    held = None
     for operand in tensors_of(node, values):
         found = values.slice_of(operand)
         if not isinstance(found, Slice):
@@ -172,6 +179,9 @@ def _own_function(node: Node, values: Values) -> Outcome | Refusal:
         return Refusal("an autograd.Function that does not work element by element")
     return Outcome((held,) * len(values.shape_of(node)))
 
+
+BY_KEYWORDS = frozenset({*POINTWISE, *PRODUCTS, *VOCABULARY, "layer_norm", "rms_norm"} - {*_LIKE})
+"""Calls whose rules read arguments by name."""
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {

@@ -13,8 +13,9 @@ second if ranks divide it, because this copies nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,14 @@ _BETWEEN_PRODUCTS = frozenset(
 )
 
 
-def slice_sequence(gm: GraphModule, ranks: int, group: str) -> list[str]:
+def slice_sequence(gm: GraphModule, ranks: int, group: str, *, own: Collection[Node]) -> list[str]:
     """Slice the values between tensor-parallel products, where a sum over ranks and calls on its result allow it.
 
     Args:
         gm: A captured graph after `SliceTensors`; it is changed.
         ranks: Number of tensor-parallel ranks.
         group: Name of their group.
+        own: The nodes whose values are this rank's slices along other dimensions, such as heads.
 
     Returns:
         Notes on values that stay replicated or are gathered.
@@ -54,21 +56,27 @@ def slice_sequence(gm: GraphModule, ranks: int, group: str) -> list[str]:
         if isinstance(found, Slice):
             places[node] = found
         else:
-            notes.append(f"{node.name} is summed as a whole: {found.reason}")
-    for node in _without_effect(gm, places, ranks):
-        del places[node]
+            notes.append(f"{node.name} stays an all-reduce: {found.reason}")
+    rule = partial(_outcome, own=own)
+    alone = _without_effect(gm, places, Sliced(ranks, rule))
+    if alone:
+        names = ", ".join(node.name for node in alone)
+        notes.append(f"{names} stays an all-reduce: no slice of it would reach the next sharded product")
+    places = {node: held for node, held in places.items() if node not in alone}
     if not places:
         return notes
-    rewriting = _SequenceRewriting(gm, Sliced(ranks, _outcome), group, sums=places)
+    rewriting = _SequenceRewriting(gm, Sliced(ranks, rule), group, sums=places)
     for node in list(gm.graph.nodes):
         rewriting.visit(node)
     rewriting.refresh_values()
     return [*notes, *rewriting.notes]
 
 
-def _outcome(node: Node, values: Values) -> Outcome | Refusal:
+def _outcome(node: Node, values: Values, *, own: Collection[Node]) -> Outcome | Refusal:
     """Return the outcome of a call between products; others, such as a replicated product, get all tokens."""
     call = call_of(node)
+    if any(operand in own for operand in node.all_input_nodes):
+        return Refusal(f"{name_of(node)} reads a value that is sharded in another way as well")
     if not {call.kind if call is not None else "", name_of(node)} & _BETWEEN_PRODUCTS:
         return Refusal(f"{name_of(node)} reads the tokens of all ranks")
     return outcome_of(node, values)
@@ -78,7 +86,7 @@ def _place(node: Node, ranks: int) -> Slice | Refusal:
     """Return the slice of a sum, `[rows, tokens, ..., width]` or `[rows * tokens, width]`."""
     shape, viewed = _shapes(node)
     if len(shape) < 2 or not all(isinstance(size, int) for size in viewed):
-        return Refusal(f"{ranks} ranks cannot share its sizes {list(shape)}")
+        return Refusal(f"its sizes {list(shape)} are dynamic, or too few: compile with dynamic=False")
     rows, tokens = viewed[0], viewed[1] if len(viewed) > 2 else 1
     if rows % ranks and tokens % ranks:
         return Refusal(f"{ranks} ranks cannot share its {rows} rows of {tokens} tokens evenly")
@@ -98,9 +106,9 @@ def _shapes(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, later if len(later) == len(shape) + 1 and later[-1] == shape[-1] else shape
 
 
-def _without_effect(gm: GraphModule, sums: Mapping[Node, Slice], ranks: int) -> list[Node]:
-    """Return the sums of which no slice gets to the next product: they would only be gathered again."""
-    known, arrived, together = Sliced(ranks, _outcome), set[str](), list[frozenset[str]]()
+def _without_effect(gm: GraphModule, sums: Mapping[Node, Slice], known: Sliced) -> list[Node]:
+    """Return the sums whose slices never reach a sharded product: slicing them would only add a gather."""
+    arrived, together = set[str](), list[frozenset[str]]()
     for node in gm.graph.nodes:
         if node in sums:
             known.hold(node, sums[node], frozenset({node.name}))

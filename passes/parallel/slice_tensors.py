@@ -72,7 +72,7 @@ class SliceTensors(GraphPass):
         rewriting.refresh_values()
         notes = list(rewriting.notes)
         if self.sequence_parallel:
-            notes += slice_sequence(gm, ranks, group)
+            notes += slice_sequence(gm, ranks, group, own=rewriting.own)
         return PassResult(changed=rewriting.changed, notes=tuple(dict.fromkeys(notes)))
 
 

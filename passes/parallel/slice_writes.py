@@ -19,7 +19,10 @@ from .slices import Outcome, Refusal, Slice, Values, name_of, only_slice
 _VIEWS = (
     *("getitem", "getattr", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "swapaxes"),
     *("permute", "t", "expand", "broadcast_to", "split", "chunk", "unbind", "narrow", "select", "detach", "contiguous"),
-    *("to", "float", "view_as", "view_as_real", "view_as_complex"),
+    *("to", "float", "half", "bfloat16", "double", "type", "type_as", "view_as", "view_as_real", "view_as_complex"),
+    *("movedim", "moveaxis", "swapdims", "ravel", "adjoint", "mT", "mH", "diagonal", "unfold", "alias", "expand_as"),
+    *("reshape_as", "tensor_split", "hsplit", "vsplit", "dsplit", "split_with_sizes", "real", "imag"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),  # in evaluation
 )
 
 
@@ -40,7 +43,7 @@ def refuse_writes(node: Node, values: Values) -> Refusal | None:
 def _writers(node: Node) -> Iterator[Node]:
     """Yield the calls that write to a value, itself or through views."""
     for user in node.users:
-        if user.args and user.args[0] is node and writes(user):
+        if writes(user) and node in (*user.args[:1], user.kwargs.get("input"), user.kwargs.get("out")):
             yield user
         elif name_of(user) in _VIEWS:
             yield from _writers(user)
