@@ -11,7 +11,7 @@ With `parts=1` that is the r-th n-th of the dimension; a fused product of querie
     gather_entered: x    = all slices, in order                 backward: this rank's slice of the summed gradient
 
 `sum_slices` and `enter_slices` are the conjugate pair f, g of Shoeybi et al.: Megatron-LM, arXiv 1909.08053, section 3;
-the last two are g with a line above it of Korthikanti et al.: arXiv 2205.05198, section 4.2. All are correct if a
+the last two are the pair of Korthikanti et al.: arXiv 2205.05198, section 4.2.2. All are correct if a
 replicated value has the same gradient on every rank, and a slice the gradient of that slice.
 """
 
