@@ -2,8 +2,9 @@
 
     python -m benchmarks.scaling --json scaling.json
 
-A GPT of the width and rows of `benchmarks.zero`, stage 3, codegen "eager", as one rank of a group whose others do not
-exist. Each case runs in a process of its own, which has compiled a small model before. Columns:
+A GPT of the width and rows of `benchmarks.zero`, stage 3, codegen "eager", compiled as one graph (`blocks="none"`), as
+one rank of a group whose others do not exist. Each case runs in a process of its own, which has compiled a small model
+before. Columns:
     compile_s    seconds of the first step less those of the second: Dynamo, AOTAutograd, passes, verifier
     passes_s     seconds of those in passes that touch communication
     share        of passes in compiling
@@ -149,7 +150,7 @@ def _steps(layers: int, quick: bool, *, count: int, dump: Path | None = None) ->
     workload = Workload(replace(GPT_TINY if quick else GPT_27M, layers=layers), length=16 if quick else 128)
     with torch.device("meta"):
         model = GPT(workload.model)
-    dsgraph.partition(model, stage=3)
+    dsgraph.partition(model, stage=3, blocks="none")  # one graph, whose size grows with depth
     dsgraph.materialize(model, "cpu", init="empty")
     compiled = torch.compile(
         model, backend="dsgraph", options={"codegen": "eager", **({"dump": str(dump)} if dump is not None else {})}
