@@ -6,7 +6,8 @@
 A page is run from top to bottom in an empty folder:
 
 - a block with `title="train.py"` is written to that file;
-- all other `python` blocks of a page are one program, `page.py`, which runs on `<!-- ranks: N -->` ranks (default 1);
+- all other `python` blocks of a page are one program, `page.py`, which runs on one rank after the last block;
+  `<!-- ranks: N -->` before a block begins a new program, which runs on N ranks;
 - each `sh` block is run by `bash -e`; a `text` or `console` block right after one shows what it prints.
 
 Readers do not see a block `<!-- hidden python` ... `-->`. `<!-- not run: REASON -->` before a block leaves it out.
@@ -72,15 +73,16 @@ def run_page(page: Path, folder: Path, write: bool = False) -> None:
         AssertionError: a block failed, or printed something else than the page shows.
     """
     text = page.read_text()
-    ranks = re.search(r"<!-- ranks: (\d+) -->", text)
-    blocks = blocks_of(text)
-    program, replaced, printed = "", [], None
-    for block in blocks:
+    marks = [(int(match[1]), match.end()) for match in re.finditer(r"<!-- ranks: (\d+) -->", text)]
+    programs: dict[int, str] = {}  # number of markers before it -> text
+    replaced, printed = [], None
+    for block in blocks_of(text):
         if block.title and not block.skipped:
             (folder / block.title).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.title).write_text(block.code)
         elif block.kind == "python" and not block.skipped:
-            program += block.code + "\n"
+            before = sum(end <= block.span[0] for _, end in marks)
+            programs[before] = programs.get(before, "") + block.code + "\n"
         elif block.kind in ("sh", "bash") and not block.skipped:
             printed = _run(block.code, folder, page)
             continue
@@ -90,9 +92,10 @@ def run_page(page: Path, folder: Path, write: bool = False) -> None:
             else:
                 assert _shows(block.code, printed), f"{page.name} shows\n{block.code}\nand this was printed:\n{printed}"
         printed = None
-    if program:
+    for before, program in programs.items():
+        ranks = marks[before - 1][0] if before else 1
         (folder / "page.py").write_text(program)
-        _run(f"torchrun --nproc-per-node {ranks[1] if ranks else 1} page.py", folder, page)
+        _run(f"torchrun --nproc-per-node {ranks} page.py", folder, page)
     for (first, last), output in reversed(replaced):
         text = text[:first] + output + text[last:]
     if replaced:

@@ -45,6 +45,18 @@ def test_a_block_that_fails_names_its_page(tmp_path):
         run_page(page, tmp_path)
 
 
+@pytest.mark.full
+@pytest.mark.distributed
+def test_each_marker_of_ranks_begins_a_program(tmp_path):
+    page = tmp_path / "page.md"
+    code = '```python\nimport os\nassert "seen" not in globals() and os.environ["WORLD_SIZE"] == "{0}"\nseen = {0}\n```\n'
+    page.write_text("\n".join(f"<!-- ranks: {ranks} -->\n{code.format(ranks)}" for ranks in (2, 1)))
+    run_page(page, tmp_path)
+    page.write_text(f"<!-- ranks: 2 -->\n{code.format(2)}\n<!-- ranks: 1 -->\n{code.format(2)}")
+    with pytest.raises(AssertionError, match=r"page\.md: torchrun --nproc-per-node 1"):
+        run_page(page, tmp_path)
+
+
 def test_the_first_dump_is_of_the_program_of_the_first_run():
     run, dump = (blocks_of((STARTED / page).read_text())[0] for page in ("first-run.md", "first-dump.md"))
     assert run.title == dump.title == "train.py"
