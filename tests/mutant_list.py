@@ -1618,7 +1618,17 @@ PARALLEL = (
     ),
     Mutant(
         *("mixed-dtypes-of-norms-unseen", "dsgraph/parallel/pipeline/mixed_dtypes.py", "missing check"),
-        *("refuse_mixed_dtypes", "if _name(node) in _NORMS:", "if False:"),
+        *("_compared", "if name in _NORMS:", "if False:"),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
+    ),
+    Mutant(
+        *("writes-of-slices-refused", "dsgraph/parallel/pipeline/mixed_dtypes.py", "missing check"),
+        *("_compared", "and _indexes_by_tensor(node.args[1])", ""),
+        killers=("tests/parallel/pipeline/test_pipelined.py",),
+    ),
+    Mutant(
+        *("probabilities-compared", "dsgraph/parallel/pipeline/mixed_dtypes.py", "missing check"),
+        *("_compared", "not in operands else []", "is not None else []"),
         killers=("tests/parallel/pipeline/test_pipelined.py",),
     ),
     Mutant(

@@ -49,7 +49,9 @@ def test_a_block_that_fails_names_its_page(tmp_path):
 @pytest.mark.distributed
 def test_each_marker_of_ranks_begins_a_program(tmp_path):
     page = tmp_path / "page.md"
-    code = '```python\nimport os\nassert "seen" not in globals() and os.environ["WORLD_SIZE"] == "{0}"\nseen = {0}\n```\n'
+    code = (
+        '```python\nimport os\nassert "seen" not in globals() and os.environ["WORLD_SIZE"] == "{0}"\nseen = {0}\n```\n'
+    )
     page.write_text("\n".join(f"<!-- ranks: {ranks} -->\n{code.format(ranks)}" for ranks in (2, 1)))
     run_page(page, tmp_path)
     page.write_text(f"<!-- ranks: 2 -->\n{code.format(2)}\n<!-- ranks: 1 -->\n{code.format(2)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -176,13 +177,22 @@ def _graph_of(
         with ignoring_log_messages(), allowing_recompiles():
             output = torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(*args, **kwargs)
     except capture_errors() as error:
-        outside = " In the copy that is captured, other tensors of the model stay on its device." if is_copy else ""
-        why = f"pipeline: the model's forward cannot be captured as one graph.{remedy(str(error))}{outside}"
+        hint = remedy(str(error)) or (_of_copy(str(error)) if is_copy else "")
+        why = f"pipeline: the model's forward cannot be captured as one graph.{hint}"
         raise PartitionError(f"{why} Torch says: {error}") from error
     gm, values, results = kept
     kept.clear()  # torch's cache of compiled code keeps `keep` alive, and all that `kept` contains
     leaves = flatten_tree((args, kwargs))[0]
     return gm, values, results, OutputTree.of(output, results=results, inputs=values, arguments=leaves)
+
+
+def _of_copy(said: str) -> str:
+    """Return why the copy of a model may fail where the model does not, from torch's words."""
+    if re.search(r"got \w+\(.*(dtype|scalar type)", said):
+        return (
+            " param_dtype casts only parameters and inputs. Convert other tensors in the forward: buffer.to(x.dtype)."
+        )
+    return " In the copy that is captured, other tensors of the model stay on its device."
 
 
 def _install_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:

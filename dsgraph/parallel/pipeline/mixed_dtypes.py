@@ -8,19 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from dsgraph.passes.ir.blocks import module_of
 from dsgraph.utils.errors import PartitionError
 
 from .captured_model import CapturedModel
 
-_PRODUCTS = frozenset(
+_ONE_DTYPE = frozenset(
     {
-        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention"),
+        *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "cross", "cdist", "grid_sample"),
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("index_add", "index_copy", "index_put", "index_reduce", "embedding_bag", "nll_loss"),
     }
 )
-"""Operators whose operands must have one dtype."""
+"""Operators whose floating-point operands must have one dtype."""
 
 _NORMS = frozenset({"layer_norm", "group_norm"})
 """Operators whose input must not have a wider dtype than their weights."""
@@ -41,15 +43,7 @@ def refuse_mixed_dtypes(captured: CapturedModel, dtype: torch.dtype) -> None:
     if any("autocast" in _name(node) for node in nodes) or any(map(torch.is_autocast_enabled, devices - {"meta"})):
         return
     for node in nodes:
-        operands = [read for read in node.all_input_nodes if _dtype(read) is not None]
-        if _name(node) in _NORMS:
-            operands = operands if _dtype(operands[0]) != dtype else []
-        elif _name(node) == "batch_norm":  # its input may be narrower than its statistics and weights
-            operands = operands[1:]
-        elif _name(node) == "scaled_dot_product_attention":  # a mask may be float32
-            operands = [read for read in operands if read in node.args[:3]]
-        elif _name(node) not in _PRODUCTS or (_name(node) == "einsum" and not _sums_products(str(node.args[0]))):
-            continue
+        operands = _compared(node, dtype)
         others = [read for read in operands if _dtype(read) != dtype]
         if others and len(others) < len(operands):
             raise PartitionError(
@@ -57,6 +51,40 @@ def refuse_mixed_dtypes(captured: CapturedModel, dtype: torch.dtype) -> None:
                 f"{_origin(others[0], captured)} is {_dtype(others[0])}, and param_dtype casts only parameters and "
                 "inputs. Convert it in the forward, such as buffer.to(x.dtype)"
             )
+
+
+def _compared(node: Node, dtype: torch.dtype) -> list[Node]:
+    """Return the floating-point operands that must have one dtype; empty if the operator takes any."""
+    name = _name(node).removesuffix("_")
+    operands = [read for read in node.all_input_nodes if _dtype(read) is not None]
+    if name in _ONE_DTYPE or (name == "einsum" and _sums_products(str(node.args[0]))):
+        return operands
+    if name in _NORMS:
+        return operands if _dtype(operands[0]) != dtype else []
+    if name == "batch_norm":  # its input may be narrower than its statistics and weights
+        return operands[1:]
+    if name == "scaled_dot_product_attention":  # a mask may be float32
+        return [read for read in operands if read in _first(node, "query", "key", "value")]
+    if name in ("cross_entropy", "cross_entropy_loss"):  # with probabilities as targets any dtypes
+        return operands if _first(node, "input", "target")[1] not in operands else []
+    if name == "binary_cross_entropy":  # weights are cast
+        return [read for read in operands if read in _first(node, "input", "target")]
+    if name == "setitem" and _indexes_by_tensor(node.args[1]):  # a single value is cast
+        return [read for read in operands if read.meta["val"].dim() > 0]
+    return []
+
+
+def _first(node: Node, *names: str) -> list[Argument]:
+    """Return the first arguments of a call, which may be positional or have these names."""
+    return [
+        node.args[number] if number < len(node.args) else node.kwargs.get(name) for number, name in enumerate(names)
+    ]
+
+
+def _indexes_by_tensor(index: Argument) -> bool:
+    """Return True for an index with a tensor: it writes by `index_put`, any other index by `copy`, which casts."""
+    parts = index if isinstance(index, tuple | list) else (index,)
+    return any(isinstance(part, Node) and part.meta["val"].dim() > 0 for part in parts)
 
 
 def _sums_products(equation: str) -> bool:
