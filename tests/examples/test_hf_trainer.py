@@ -32,6 +32,7 @@ def _run(folder: Path, steps: int, *more: str) -> float:
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two runs
 @pytest.mark.parametrize("more", ((), ("--lora",)))
 def test_it_learns_and_goes_on_from_its_checkpoint(tmp_path, more):
     first = _run(tmp_path, 50, *more)

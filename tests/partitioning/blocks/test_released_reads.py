@@ -255,6 +255,7 @@ def _in_a_fork(*args: Any) -> str:
     return signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else ""
 
 
+@pytest.mark.timeout(900)  # more than 200 forks, of which none takes more than 60 s
 def test_no_way_of_reading_a_released_parameter_ends_the_process(fake_ranks):
     torch.manual_seed(0)
     model = dsgraph.partition(_Model(), keep_whole_below=1)
