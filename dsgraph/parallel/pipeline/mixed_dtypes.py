@@ -82,9 +82,10 @@ def _first(node: Node, *names: str) -> list[Argument]:
 
 
 def _indexes_by_tensor(index: Argument) -> bool:
-    """Return True for an index with a tensor: it writes by `index_put`, any other index by `copy`, which casts."""
-    parts = index if isinstance(index, tuple | list) else (index,)
-    return any(isinstance(part, Node) and part.meta["val"].dim() > 0 for part in parts)
+    """Return True for an index with a tensor or a list: it writes by `index_put`, any other by `copy`, which casts."""
+    parts = index if isinstance(index, tuple) else (index,)
+    values = [part.meta.get("val") if isinstance(part, Node) else part for part in parts]
+    return any(isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0) for value in values)
 
 
 def _sums_products(equation: str) -> bool:

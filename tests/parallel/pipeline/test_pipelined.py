@@ -216,6 +216,8 @@ class _Wide(nn.Module):
                 written = written.index_add(0, rows, self.places.expand(ROWS, 4))
             elif self.way == "write rows":
                 written[rows] = self.places.expand(ROWS, 4)
+            elif self.way == "write list":
+                written[:, [0, 1]] = self.places[:2]
             elif self.way == "write slice":
                 written[0] = self.places
             else:
@@ -238,6 +240,7 @@ class _Wide(nn.Module):
         ("entropy", r"cross_entropy\w* in 'the model' gets .*: buffer 'places' is torch.float32"),
         ("write adds", r"index_add in 'the model' gets .*: buffer 'places' is torch.float32"),
         ("write rows", r"setitem in 'the model' gets .*: buffer 'places' is torch.float32"),
+        ("write list", r"setitem in 'the model' gets .*: buffer 'places' is torch.float32"),
         *((way, "") for way in ("autocast", "cast", "mask", "scale", "probabilities", "write slice", "write one")),
     ],
 )
