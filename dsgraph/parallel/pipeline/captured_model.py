@@ -190,7 +190,8 @@ def _of_copy(said: str) -> str:
     """Return why the copy of a model may fail where the model does not, from torch's words."""
     if re.search(r"got \w+\(.*(dtype|scalar type)", said):
         return (
-            " param_dtype casts only parameters and inputs. Convert other tensors in the forward: buffer.to(x.dtype)."
+            " An operator gets two dtypes, and param_dtype casts only parameters and inputs: convert other tensors in "
+            "the forward, such as buffer.to(x.dtype)."
         )
     return " In the copy that is captured, other tensors of the model stay on its device."
 
