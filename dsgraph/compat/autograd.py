@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,30 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def running_backward() -> int:
     """Return a number of the running backward, another one for each; -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def enclosing_node() -> Any:
+    """Return the node of the outermost function whose backward has started the running one; None if there is none."""
+    frame: FrameType | None = sys._getframe()
+    is_inside, found = False, None
+    while frame is not None:
+        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
+            is_inside = True
+        elif is_inside and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found
+
+
+def call_after(node: Any, call: Callable[[], None]) -> None:
+    """Call `call` once when the backward that runs `node` has come to a node after it."""
+
+    def go_on(_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        call()
+
+    handles = [following.register_prehook(go_on) for following, _ in node.next_functions if following is not None]
 
 
 def is_compiled_backward(node: Any) -> bool:
@@ -55,6 +81,15 @@ def accumulates(leaf: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(leaf))
     except RuntimeError:  # `torch.autograd.grad` hands it to its caller
         return False
+
+
+def is_asked_for(leaf: Any) -> bool:
+    """Return True if `torch.autograd.grad` hands the gradient of the leaf with this autograd node to its caller."""
+    try:
+        torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:
+        return True
+    return False
 
 
 def is_accumulation(node: Any) -> bool:
@@ -128,3 +163,9 @@ def outside_selective_checkpoints() -> Iterator[None]:
 def has_hooks(param: torch.Tensor) -> bool:
     """Return True if something is called when a gradient of `param` is computed or accumulated."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def has_tensor_hooks(param: torch.Tensor) -> bool:
+    """Return True if a user's function is called when a gradient of `param` is computed."""
+    hooks: dict[int, Any] = param._backward_hooks or {}
+    return not all(hasattr(hook, "dsgraph_hook") for hook in hooks.values())

@@ -51,7 +51,14 @@ def compile_with_aot(
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
 
-    backend = aot_autograd(fw_compiler=compiler, inference_compiler=inference_compiler, partition_fn=partition_fn)
+    def compile_graph(graph_module: torch.fx.GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
+        context = torch._guards.TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            # These graphs do not reuse the memory of saved values: a backward may run twice.
+            (context.fw_metadata.bw_donated_idxs or []).clear()
+        return compiler(graph_module, graph_inputs)
+
+    backend = aot_autograd(fw_compiler=compile_graph, inference_compiler=inference_compiler, partition_fn=partition_fn)
     with functorch_config.patch(graphsafe_rng_functionalization=False):
         return backend(gm, inputs)
 

@@ -193,8 +193,8 @@ def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
             yield InputRole.GATHERED_COPY, copy
     if entry.block_read is not None:
         yield InputRole.GATHERED_COPY if entry.spec.group else InputRole.SHARD, entry.block_read
-    if entry.leaf is not None:  # the copy itself, or, of a parameter that is not split, an alias of the shard
-        yield InputRole.SHARD, entry.leaf
+    if entry.leaf is not None:  # an alias of the copy, or of a replicated parameter
+        yield InputRole.GATHERED_COPY if entry.spec.group else InputRole.SHARD, entry.leaf
     if entry.accumulated_grad is not None:
         yield InputRole.ACCUMULATED_GRADIENT, entry.accumulated_grad
     for tensor in (tensor for transform in entry.transforms for tensor in transform.inputs):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsgraph.partitioning.accumulation.read_leaves import read_leaves
 from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
 from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.eager.full_tensor import FullTensor
@@ -43,6 +44,21 @@ def refresh_copies(compiled: Compiled, request: CompileRequest, compiler: GraphC
         if torch.is_grad_enabled():
             _note_gradients(outputs, partitions)
         return outputs
+
+    return run
+
+
+def hand_out_leaves(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
+    """Return `compiled`, called with leaves that are parts of the graph of their parameters, if it reads any."""
+    numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_leaf")]
+    if not numbers:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        given = list(args)
+        for number, leaf in zip(numbers, read_leaves([args[number] for number in numbers]), strict=True):
+            given[number] = leaf
+        return compiled(*given)
 
     return run
 
@@ -146,6 +162,7 @@ def _batch_inputs(request: CompileRequest) -> list[int]:
 
 
 WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], ...] = (
+    hand_out_leaves,
     compare_ranks,
     refresh_copies,
     gather_blocks,

@@ -68,8 +68,7 @@ class ParameterState:
         was_trained: True if it had `requires_grad` in a micro-batch of this step; it may be frozen by now.
         withheld: Value of the sum, while a backward runs that must not add it.
         placeholder: Placeholder in the parameter's `.grad` while there is a sum.
-        hooked_leaf: id of the leaf that reports its gradients.
-        hooked_param: id of the parameter that does so.
+        hooked_param: id of the parameter that reports its gradients.
         eager_reads: Number of times that it was read outside compiled graphs.
         noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
     """
@@ -93,7 +92,6 @@ class ParameterState:
     was_trained: bool = False
     withheld: Tensor | None = None
     placeholder: GradientPlaceholder | None = None
-    hooked_leaf: int = 0
     hooked_param: int = 0
     eager_reads: int = 0
     noted_version: int = -1
@@ -208,7 +206,7 @@ class ParameterState:
             "placeholder": None,
             "reducer": None,
         }
-        noted = {"hooked_leaf": 0, "hooked_param": 0, "noted_version": -1}
+        noted = {"hooked_param": 0, "noted_version": -1}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
         copies = {"gathered_copy": gathered_copy, "block_copy": None, "block_read": None}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}

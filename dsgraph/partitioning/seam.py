@@ -33,6 +33,7 @@ from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
+from .accumulation.read_leaves import read_leaves
 from .blocks.block_copies import Plan, may_end_graph
 from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
@@ -201,7 +202,7 @@ def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = 
         assert entry.leaf is not None
         if entry.leaf.requires_grad == param.requires_grad:
             partition.refresh(eagerly=True)
-            return cast_leaf(spec, partition.copies.arrived(entry.leaf))
+            return cast_leaf(spec, *read_leaves([partition.copies.arrived(entry.leaf)]))
 
     def reduce(grad: Tensor) -> Tensor:
         with partition.operations.reducing(f"the gradient of {entry.name!r}"):

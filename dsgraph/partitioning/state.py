@@ -53,8 +53,10 @@ class PartitionState:
         reduces_once: True if the last `accumulate` reduced gradients once a step; at first the default of the stage.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
+        reducing_after: id of the autograd node in which a backward runs that is not the end of the step.
         open_forwards: Forwards under a memory limit whose backward has not begun.
         limit_gaps: Reasons, seen at run time, why steps may have exceeded their memory limit.
+        ignored: Places of the parameters that were left out: those of `ignored_params`.
         ends_step: Called before an optimizer's step, from the first micro-batch that waits.
     """
 
@@ -77,8 +79,10 @@ class PartitionState:
     reduces_once: bool = field(init=False)
     awaiting_last_backward: bool = False
     reducing_in: int = -1
+    reducing_after: int = -1
     open_forwards: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     limit_gaps: list[str] = field(default_factory=list)
+    ignored: set[tuple[nn.Module, str]] = field(default_factory=set)
     ends_step: Callable[[PartitionState, Optimizer], None] | None = None
 
     def __post_init__(self) -> None:
@@ -141,7 +145,7 @@ class PartitionState:
         self.gradients_stay_local = phase in (StepPhase.ADDING, StepPhase.LAST, StepPhase.ENDING)
         self.plan.in_step = self.accumulating and bool(self.plan.limit.spare)
         if phase is StepPhase.IDLE:
-            self.reducing_in = -1
+            self.reducing_in = self.reducing_after = -1
 
     def before_update(self, optimizer: Optimizer) -> None:
         """End a step of micro-batches whose last backward this rank did not run."""
@@ -224,7 +228,7 @@ class PartitionState:
         self.copies.finish()  # a copy of a gathered copy would never arrive
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
         operations = replace(self.operations, label=self.operations.label or " of a copy")
-        idle = {"reducing_in": -1, "phase": StepPhase.IDLE}
+        idle = {"reducing_in": -1, "reducing_after": -1, "phase": StepPhase.IDLE}
         ranks = {"operations": operations, "copies": GatheredCopies(operations)}
         limits: dict[str, Any] = {"open_forwards": weakref.WeakSet(), "limit_gaps": []}
         return {**self.__dict__, **dict.fromkeys(step, False), **idle, **ranks, **limits}

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import dsgraph
 from benchmarks.wire import record_collectives
 from dsgraph.compiler.captured_sums import add_sums
-from dsgraph.partitioning.accumulation.accumulated_gradients import withhold_sum
+from dsgraph.partitioning.accumulation.watched_graphs import withhold_sum
 from dsgraph.passes.kernels.substitute_kernels import SubstituteKernels
 from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from dsgraph.passes.zero.merge_gathers import MergeGathers

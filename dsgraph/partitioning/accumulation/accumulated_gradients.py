@@ -1,8 +1,8 @@
 """Gradients that are accumulated on each rank and reduced once, by the last backward of a step.
 
 This is the case at stages 0 and 1, and at stage 2 with `reduce_once`. Inside `accumulate`, a module returns a leaf
-instead of the marker: the gathered copy (stages 1 and 2), or an alias of the shard of a replicated parameter. The
-captured graph contains no collective, and the gradient of the leaf is added to the parameter's sum.
+instead of the marker: an alias of the gathered copy (stages 1 and 2), or of the shard of a replicated parameter. The
+captured graph contains no collective, and the gradient of the leaf is added to the parameter's sum (`read_leaves`).
 
 The micro-batch after `accumulate` ends the step. Its compiled graphs contain markers again, each with the sum of its
 parameter. The sum is added to the gradient before the reduction, so that gradients are sent while the backward
@@ -11,8 +11,9 @@ a backward has passed a parameter's gradient on to `.grad`, the sum is emptied: 
 add zeros. A backward whose gradient goes elsewhere (`torch.autograd.grad`, `backward(inputs=...)`) also finds zeros.
 
 Uncompiled code still returns leaves. After the backward the ranks agree on which sums no graph has used. A separate
-backward, which calls the parameters' hooks, delivers these (`deliver`). `StepPhase` defines the phases of a step and
-the transitions between them.
+backward, which calls the parameters' hooks, delivers these (`deliver`). A backward that runs inside another one ends
+nothing, and each later backward of the same micro-batch adds its own gradients in the same way. `StepPhase` defines
+the phases of a step and the transitions between them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dsgraph.compat.autograd import accumulates, at_end_of_backward, autograd_node, keeping_version, running_backward
+from dsgraph.compat.autograd import (
+    accumulates,
+    at_end_of_backward,
+    autograd_node,
+    call_after,
+    enclosing_node,
+    keeping_version,
+    running_backward,
+)
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.step_phase import StepPhase
 from dsgraph.utils.errors import AccumulationError
 
-from .gradient_placeholder import GradientPlaceholder, GradState
+from .gradient_placeholder import GradientPlaceholder
 from .reduce_accumulated import deliver, reduce_replicated, reduce_split, used_anywhere
+from .watched_graphs import drop_if_zeroed, empty_sum, restore_sum
 
 
 def enter_accumulation(state: PartitionState, *, reduce_once: bool) -> None:
@@ -114,55 +124,21 @@ def discard_accumulated(state: PartitionState) -> None:
         enter_accumulation(state, reduce_once=state.reduces_once)
 
 
-def empty_sum(total: Tensor) -> None:
-    """Set an accumulated gradient to zero after its reduction; graphs that still contain it add nothing."""
-    with torch.no_grad(), keeping_version((total,)):
-        total.zero_()
-
-
-def drop_if_zeroed(entry: ParameterState) -> None:
-    """Drop a sum if `zero_grad` was called after the last addition, as it drops a gradient in one process."""
-    if entry.placeholder is None or entry.accumulated_grad is None:
-        return
-    state_of_grad = entry.placeholder.look(entry.param)
-    if state_of_grad is GradState.UNTOUCHED:
-        return
-    empty_sum(entry.accumulated_grad)
-    if state_of_grad is GradState.ZEROS:  # which count as a gradient
-        entry.placeholder = entry.placeholder.renew(entry.param, entry.name)
-    else:
-        entry.placeholder, entry.is_summed = None, False
-
-
-def withhold_sum(entry: ParameterState) -> None:
-    """Set a sum to zero until `restore_sum`, for a backward that must not add it."""
-    assert entry.accumulated_grad is not None
-    entry.withheld = entry.accumulated_grad.clone()
-    empty_sum(entry.accumulated_grad)
-
-
-def restore_sum(entry: ParameterState) -> None:
-    """Restore a sum that was withheld, also if the backward failed."""
-    total, value = entry.accumulated_grad, entry.withheld
-    entry.withheld = None
-    if total is not None and value is not None:
-        with torch.no_grad(), keeping_version((total,)):
-            total.copy_(value)
-
-
 def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
     shard = entry.rows
     source = shard if entry.gathered_copy is None else entry.gathered_copy
     if entry.leaf is None or entry.leaf.data_ptr() != source.data_ptr() or entry.leaf.dtype != source.dtype:
-        entry.leaf = source
-        source.dsgraph_leaf = True  # type: ignore[attr-defined]  # tells the report whose graph reads it
-        keep_static(source)
+        # Not the copy itself, which is also read without this gradient. A graph keeps the leaf for a later backward.
+        entry.leaf = leaf = source.detach()
+        leaf.dsgraph_leaf = (entry, state)  # type: ignore[attr-defined]
+        if entry.gathered_copy is not None:
+            leaf.dsgraph_partition = state  # type: ignore[attr-defined]  # a graph that reads it refreshes the copy
+        keep_static(leaf)
+        if leaf.is_floating_point():
+            _call_at_gradient(leaf.requires_grad_(), _on_local_gradient, entry, state)
     entry.leaf.grad = None  # left by an interrupted backward
     leaf = entry.leaf.requires_grad_(entry.param.requires_grad)
     entry.was_trained |= leaf.requires_grad
-    if leaf.requires_grad and entry.hooked_leaf != id(leaf):
-        entry.hooked_leaf = id(leaf)
-        _call_at_gradient(leaf, _on_local_gradient, entry, state)
     if leaf.requires_grad and entry.hooked_param != id(entry.param):
         entry.hooked_param = id(entry.param)
         _call_before_gradient(entry)
@@ -170,14 +146,17 @@ def _prepare_leaf(entry: ParameterState, state: PartitionState) -> None:
 
 
 def _call_at_gradient(
-    tensor: Tensor, call: Callable[[ParameterState, PartitionState], None], entry: ParameterState, state: PartitionState
+    tensor: Tensor,
+    call: Callable[[ParameterState, PartitionState, Tensor], None],
+    entry: ParameterState,
+    state: PartitionState,
 ) -> None:
     weak_entry, weak_state = weakref.ref(entry), weakref.ref(state)
 
-    def on_gradient(_: Tensor) -> None:
+    def on_gradient(given: Tensor) -> None:
         living_entry, living_state = weak_entry(), weak_state()
         if living_entry is not None and living_state is not None:
-            call(living_entry, living_state)
+            call(living_entry, living_state, given)
 
     tensor.register_post_accumulate_grad_hook(on_gradient)
 
@@ -185,12 +164,15 @@ def _call_at_gradient(
 def _call_before_gradient(entry: ParameterState) -> None:
     weak_entry = weakref.ref(entry)
 
-    def before_gradient(_: Tensor) -> None:
+    def before_gradient(grad: Tensor | None) -> None:
         living = weak_entry()
-        if living is not None and living.placeholder is not None and accumulates(autograd_node(living.param)):
+        if grad is None or living is None or living.placeholder is None:
+            return
+        if accumulates(autograd_node(living.param)):
             drop_if_zeroed(living)
             _take_placeholder(living)
 
+    before_gradient.dsgraph_hook = True  # type: ignore[attr-defined]
     entry.param.register_hook(before_gradient)
 
 
@@ -200,15 +182,17 @@ def _take_placeholder(entry: ParameterState) -> None:
         entry.placeholder = None
 
 
-def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
-    """Add the leaf's gradient to the sum, in the dtype of the master: there are many small summands."""
+def _on_local_gradient(entry: ParameterState, state: PartitionState, leaf: Tensor) -> None:
+    grad, leaf.grad = leaf.grad, None
+    if grad is not None:
+        add_local_gradient(entry, state, grad)
+
+
+def add_local_gradient(entry: ParameterState, state: PartitionState, grad: Tensor) -> None:
+    """Add a gradient to the sum, in the dtype of the master: there are many small summands. The sum may keep `grad`."""
     restore_sum(entry)
-    leaf = entry.leaf
-    if leaf is None or leaf.grad is None:
-        return  # a graph that only reads the gathered copy sends no gradient here
     drop_if_zeroed(entry)
-    grad = leaf.grad.to(entry.param.dtype)
-    leaf.grad = None
+    grad = grad.detach().to(entry.param.dtype)
     if entry.accumulated_grad is None:
         entry.accumulated_grad = grad
     else:
@@ -217,13 +201,13 @@ def _on_local_gradient(entry: ParameterState, state: PartitionState) -> None:
     entry.is_summed = True
     if entry.placeholder is None:
         entry.placeholder = GradientPlaceholder.put(entry.param, entry.name)
-    if state.accumulating:
+    if state.phase is StepPhase.ADDING:
         state.note_gradient()
     else:
         _reduce_at_end_of_backward(state)
 
 
-def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
+def _on_reduced_gradient(entry: ParameterState, state: PartitionState, _: Tensor) -> None:
     """Note that a compiled graph has reduced the gradient: outside `accumulate`, this backward ends the step."""
     if (
         entry.is_summed and entry.placeholder is None
@@ -234,12 +218,19 @@ def _on_reduced_gradient(entry: ParameterState, state: PartitionState) -> None:
 
 
 def _reduce_at_end_of_backward(state: PartitionState) -> None:
+    """Reduce the sums when the outermost running backward ends: one inside it is not the end of the micro-batch."""
     if state.phase is StepPhase.LAST:
         state.move_to(StepPhase.ENDING)
     backward = running_backward()
-    if state.reducing_in != backward:  # a backward that failed never ran its callbacks
-        state.reducing_in = backward
+    if state.reducing_in == backward:
+        return
+    outer = enclosing_node()
+    if outer is None:
+        state.reducing_in = backward  # one that failed never ran its callbacks
         at_end_of_backward(lambda: reduce_accumulated(state))
+    elif state.reducing_after != id(outer):
+        state.reducing_after = id(outer)
+        call_after(outer, lambda: _reduce_at_end_of_backward(state))
 
 
 def _hand_out_sum(entry: ParameterState, state: PartitionState) -> None:
@@ -263,8 +254,6 @@ def _take_sum(entry: ParameterState) -> Tensor | None:
     total = entry.accumulated_grad if entry.is_summed else None
     entry.accumulated_grad = entry.sum_for_graphs = None
     entry.is_summed = entry.was_trained = False
-    if entry.leaf is not None:
-        entry.leaf.requires_grad_(False)
     return total
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.compat.autograd import accumulates
+from dsgraph.compat.autograd import accumulates, keeping_version
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
 
-from .accumulated_gradients import drop_if_zeroed, empty_sum, restore_sum, withhold_sum
+from .gradient_placeholder import GradState
 
 
 def watch_sums(compiled: Callable[..., Any], numbers: Sequence[int]) -> Callable[..., Any]:
@@ -107,3 +107,39 @@ def _watch_node(node: Any, slots: dict[int, _Sum]) -> None:
 
     node.register_prehook(before_backward)
     node.register_hook(after_backward)
+
+
+def empty_sum(total: Tensor) -> None:
+    """Set an accumulated gradient to zero after its reduction; graphs that still contain it add nothing."""
+    with torch.no_grad(), keeping_version((total,)):
+        total.zero_()
+
+
+def drop_if_zeroed(entry: ParameterState) -> None:
+    """Drop a sum if `zero_grad` was called after the last addition, as it drops a gradient in one process."""
+    if entry.placeholder is None or entry.accumulated_grad is None:
+        return
+    state_of_grad = entry.placeholder.look(entry.param)
+    if state_of_grad is GradState.UNTOUCHED:
+        return
+    empty_sum(entry.accumulated_grad)
+    if state_of_grad is GradState.ZEROS:  # which count as a gradient
+        entry.placeholder = entry.placeholder.renew(entry.param, entry.name)
+    else:
+        entry.placeholder, entry.is_summed = None, False
+
+
+def withhold_sum(entry: ParameterState) -> None:
+    """Set a sum to zero until `restore_sum`, for a backward that must not add it."""
+    assert entry.accumulated_grad is not None
+    entry.withheld = entry.accumulated_grad.clone()
+    empty_sum(entry.accumulated_grad)
+
+
+def restore_sum(entry: ParameterState) -> None:
+    """Restore a sum that was withheld, also if the backward failed."""
+    total, value = entry.accumulated_grad, entry.withheld
+    entry.withheld = None
+    if total is not None and value is not None:
+        with torch.no_grad(), keeping_version((total,)):
+            total.copy_(value)

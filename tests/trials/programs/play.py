@@ -57,24 +57,67 @@ class Net(nn.Module):
         return out
 
 
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [param for param in model.parameters() if param.requires_grad]
+    trained = trained_of(model)
     if program.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=0.3, momentum=0.9, weight_decay=0.01)
     # The large eps keeps rounding errors of gradients near zero small.
     return torch.optim.AdamW(trained, lr=0.05, eps=1e-3)
 
 
-def loss_of(run: Callable[..., Tensor], program: Program, batch: Batch, *where: int) -> Tensor:
-    """Return the loss of a micro-batch; `where` is its step, its number and its rank."""
-    loss: Any = 0
+class Inside(torch.autograd.Function):
+    """A loss whose backward runs another one, as tiled losses and reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss_of: Callable[[], Tensor]) -> Tensor:
+        with torch.enable_grad():
+            ctx.loss = loss_of()
+        return ctx.loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.loss.backward(grad)
+        return torch.zeros(()), None
+
+
+def losses_of(run: Callable[..., Tensor], program: Program, batch: Batch, *where: int) -> list[Tensor]:
+    """Return the losses of a micro-batch; `where` is its step, its number and its rank."""
+    if batch.way == "inside" and torch.is_grad_enabled():
+        return [Inside.apply(torch.zeros((), requires_grad=True), lambda: sum(_losses(run, program, batch, *where)))]
+    return _losses(run, program, batch, *where)
+
+
+def take_gradients(losses: list[Tensor], way: str, params: list[nn.Parameter]) -> None:
+    """Add the gradients of the sum of losses.
+
+    Args:
+        losses: The losses.
+        way: "twice": by halves, in two backwards of one graph; "apart": by one backward a loss; "asked for": after
+            `torch.autograd.grad` has asked for the gradients of parameters; otherwise by one backward.
+        params: The trained parameters.
+    """
+    if way == "twice":
+        (sum(losses) / 2).backward(retain_graph=True)  # type: ignore[union-attr]
+        losses = [sum(losses) / 2]  # type: ignore[list-item]
+    if way == "asked for":
+        torch.autograd.grad(sum(losses), params, retain_graph=True, allow_unused=True)
+    for loss in losses if way == "apart" else [sum(losses)]:
+        loss.backward()  # type: ignore[union-attr]
+
+
+def _losses(run: Callable[..., Tensor], program: Program, batch: Batch, *where: int) -> list[Tensor]:
+    losses = []
     for number, call in enumerate(batch.calls):
         seed = 1 + sum(each * factor for each, factor in zip((*where, number), (1000, 100, 10, 1), strict=True))
         x = torch.randn(2, program.width, generator=torch.Generator().manual_seed(seed))
-        loss = loss + run(x, **asdict(call)).square().mean()
+        losses.append(run(x, **asdict(call)).square().mean())
     if batch.fails:
         raise CaughtError("in the loss")
-    return loss  # type: ignore[no-any-return]
+    return losses
 
 
 @dataclass
@@ -109,12 +152,12 @@ class Twin:
         for index, batch in enumerate(step.batches):
             with torch.set_grad_enabled(batch.does != "evaluate"):
                 try:
-                    loss = loss_of(model, self.program, batch, number, index, rank)
+                    losses = losses_of(model, self.program, batch, number, index, rank)
                 except CaughtError:
                     continue
                 if batch.does == "train":
-                    (loss / self.program.world).backward()
-            self.notes[rank][f"step {number}, batch {index}, loss"] = loss.detach().clone()
+                    take_gradients([loss / self.program.world for loss in losses], batch.way, trained_of(model))
+            self.notes[rank][f"step {number}, batch {index}, loss"] = sum(losses).detach().clone()  # type: ignore
             if step.crashes:
                 return
 
@@ -134,13 +177,14 @@ class Rank:
     rank: int
     tell: Callable[[str], None]
     notes: list[Note] = field(default_factory=list)
+    trained: list[nn.Parameter] = field(default_factory=list)
 
     def run(self) -> None:
         program = self.program
         self.tell("partition")
         torch.manual_seed(program.seed)
         model = dsgraph.partition(Net(program), stage=program.stage, keep_whole_below=program.keep_whole_below)
-        run = _compiled(model, program.compiles)
+        run, self.trained = _compiled(model, program.compiles), trained_of(model)
         optimizer = optimizer_of(program, model)
         for number, step in enumerate(program.ranks[self.rank]):
             for index, (batch, around) in enumerate(self._with_accumulate(model, step)):
@@ -164,13 +208,13 @@ class Rank:
     def _run_batch(self, run: Callable[..., Tensor], batch: Batch, *where: int) -> None:
         with torch.set_grad_enabled(batch.does != "evaluate"):
             try:
-                loss = loss_of(run, self.program, batch, *where, self.rank)
+                losses = losses_of(run, self.program, batch, *where, self.rank)
             except CaughtError:
                 return
         if batch.does == "train":
             self.tell("step {}, batch {}, backward".format(*where))
-            loss.backward()
-        self._note("step {}, batch {}, loss".format(*where), loss)
+            take_gradients(losses, batch.way, self.trained)
+        self._note("step {}, batch {}, loss".format(*where), sum(losses))  # type: ignore[arg-type]
 
     def _end(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
         if step.end == "step":

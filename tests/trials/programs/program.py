@@ -22,6 +22,8 @@ PARTINGS = (
     "extra forward",
     "caught exception",
 )
+# How a micro-batch takes its gradients; see `play.take_gradients`.
+WAYS = ("twice", "apart", "inside", "asked for")
 # What a forward can be told to run, and with which values; those of "expert" depend on the model.
 _CHOICES = {"head": (0, 2), "expert": (0, 2), "tower": (0, 2), "depth": (1, 3), "repeats": (1, 3)}
 
@@ -55,11 +57,13 @@ class Batch:
         calls: One forward, or two whose losses are added before one backward.
         does: "train", "forward" (without a backward) or "evaluate" (without gradients).
         fails: Whether the loss raises after the forward; the program catches it.
+        way: "once": one backward of the sum; or one of `WAYS`.
     """
 
     calls: tuple[Call, ...]
     does: str = "train"
     fails: bool = False
+    way: str = "once"
 
 
 @dataclass(frozen=True)
@@ -206,11 +210,12 @@ def _draw_step(rng: random.Random, calls: Sequence[Call]) -> Step:
 def _draw_batch(rng: random.Random, choices: Sequence[Call]) -> Batch:
     calls = tuple(rng.choice(choices) for _ in range(2 if rng.random() < 0.12 else 1))
     does = "forward" if rng.random() < 0.06 else "train"
+    way = rng.choice(WAYS) if rng.random() < 0.35 else "once"
     if rng.random() < 0.06:
         if rng.random() < 0.5:
-            return Batch(calls, fails=True)
+            return Batch(calls, fails=True, way=way)
         calls = (*calls[:-1], replace(calls[-1], raises=True))
-    return Batch(calls, does)
+    return Batch(calls, does, way=way)
 
 
 def _draw_call(rng: random.Random, experts: int) -> Call:
@@ -293,7 +298,7 @@ def _text(step: Step | None) -> str:
     if step is None:
         return "has ended"
     said = [
-        f"{batch.does}{' (the loss raises)' * batch.fails} "
+        f"{batch.does}{' (the loss raises)' * batch.fails}{f' {batch.way}' * (batch.way != 'once')} "
         + " + ".join(
             f"head {call.head} expert {call.expert} depth {call.depth}"
             + " tower" * call.tower
