@@ -59,6 +59,7 @@ from .utils.errors import AccumulationError as AccumulationError
 from .utils.errors import CheckpointError as CheckpointError
 from .utils.errors import ConfigError as ConfigError
 from .utils.errors import EngineError as EngineError
+from .utils.errors import GradientError as GradientError
 from .utils.errors import InferenceError as InferenceError
 from .utils.errors import KernelError as KernelError
 from .utils.errors import LossScaleError as LossScaleError

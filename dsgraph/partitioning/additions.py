@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
@@ -61,6 +62,40 @@ def part_to_extend(
     return part
 
 
+def find_ignored(model: nn.Module, params: Iterable[nn.Parameter] | None) -> set[Place]:
+    """Return the places of the parameters that `partition` leaves out, each rank's own.
+
+    Raises:
+        PartitionError: One is not a plain parameter of the model with values.
+    """
+    ignored: dict[int, Any] = {id(param): param for param in (() if params is None else params)}
+    places = {id(param): name for name, param in model.named_parameters()}
+    for key, param in ignored.items():
+        if key not in places:
+            raise PartitionError(
+                f"ignored_params: it takes parameters of the model, found {type(param).__name__} "
+                f"{list(getattr(param, 'shape', ()))}: pass those that model.parameters() returns"
+            )
+        if isinstance(param, DTensor) or param.is_meta:
+            found = "a DTensor already" if isinstance(param, DTensor) else "on the meta device"
+            raise PartitionError(f"ignored_params: {places[key]!r} is {found}; it takes plain parameters with values")
+    return {
+        (module, attribute)
+        for module in model.modules()
+        for attribute, param in module._parameters.items()
+        if id(param) in ignored
+    }
+
+
+def mark_gradients(ignored: Iterable[Place]) -> None:
+    """Mark gradients of these parameters, of which each rank has its own, for `clip_grad_norm_`; see `rules.py`."""
+    for param in {module._parameters[attribute] for module, attribute in ignored}:
+        assert param is not None
+        param.dsgraph_own = True  # type: ignore[attr-defined]
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param.grad, "dsgraph_own", True))
+
+
 def find_additions(model: nn.Module, part: PartitionState) -> Additions:
     """Compare a partitioned model with its table.
 
@@ -84,6 +119,8 @@ def find_additions(model: nn.Module, part: PartitionState) -> Additions:
         for attribute, param in module._parameters.items():
             if param is None or (isinstance(param, DTensor) and (id(module), attribute) in known):
                 continue
+            if (module, attribute) in part.ignored:
+                continue
             if isinstance(param, DTensor) and id(param) in shards:
                 tied.append((shards[id(param)], (module, attribute)))
             else:
@@ -93,7 +130,8 @@ def find_additions(model: nn.Module, part: PartitionState) -> Additions:
 
 def added_since(part: PartitionState) -> str | None:
     """Return the name of a trainable parameter that was added to a model after it was partitioned, if there is one."""
-    known = {(id(module), attribute) for entry in part.parameters for module, attribute in entry.owners}
+    places = (*part.ignored, *(place for entry in part.parameters for place in entry.owners))
+    known = {(id(module), attribute) for module, attribute in places}
     for prefix, module in part.root.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None and is_plain(param) and (id(module), attribute) not in known:

@@ -121,6 +121,7 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionState) -> None
         PartitionError: There is such a parameter; the message names the first one.
     """
     plain = {id(param) for group in optimizer.param_groups for param in group["params"] if is_plain(param)}
+    plain -= {id(module._parameters[attribute]) for module, attribute in state.ignored}
     for name, param in state.root.named_parameters() if plain else ():
         if id(param) in plain:
             raise PartitionError(not_taken_in(name))
@@ -168,7 +169,7 @@ def _problem(
             f'offload={{"optimizer": "{tier}"}}: use dsgraph.offload_optimizer(optimizer, model) instead'
         )
     needs_all = isinstance(optimizer, NEED_ALL_ROWS) or getattr(optimizer, "needs_full_matrices", False)
-    sliced = next((entry for entry in held if entry.spec.held is not None), None)
+    sliced = next((entry for entry in held if entry.spec.held or getattr(entry.param.grad, "is_slice", False)), None)
     if needs_all and sliced is not None:
         return (
             f"it needs full matrices, and contains {sliced.name!r}, of which each tensor-parallel rank has a slice: "
@@ -180,6 +181,13 @@ def _problem(
             f"stage={state.zero.number}, which splits rows over the ranks: use another optimizer, such as AdamW, "
             "partition with stage=0, or use dsgraph.initialize, which supports it"
         )
+    foreach = group.get("foreach")
+    by_lists = group.get("fused") or (held[0].param.device.type != "cpu" if foreach is None else foreach)
+    if by_lists and any(hasattr(param, "dsgraph_own") for param in group["params"]):
+        return (
+            f"torch steps on all parameters of a group at once, and this one has {name!r} and some of ignored_params, "
+            "which are plain tensors: give those a group of their own, or pass foreach=False"
+        )
     for kind, option in _UNKNOWN_ON_SHARDS:
         if isinstance(optimizer, kind) and group.get(option):
             return (
@@ -187,6 +195,8 @@ def _problem(
                 f"leave {option}=True out"
             )
     if isinstance(optimizer, optim.LBFGS):
+        if any(hasattr(entry.param.grad, "dsgraph_no_norm") for entry in held):
+            return f"it computes with all gradients at once, and {name!r} is of one stage of a pipeline: use AdamW"
         uneven = next((entry for entry in held if not _splits_evenly(entry)), None)
         if uneven is not None:
             return (

@@ -18,7 +18,7 @@ from dsgraph.ranks.eager_agreement import VARIABLE, patience_of
 from dsgraph.ranks.mesh import mesh_axes, resolve_mesh
 from dsgraph.utils.errors import PartitionError
 
-from .additions import Additions, find_additions, part_to_extend
+from .additions import Additions, Place, find_additions, find_ignored, mark_gradients, part_to_extend
 from .arguments import KEEP_WHOLE_BELOW, PartitionArguments, check_arguments, check_cast
 from .blocks.block_frames import block_methods, define_blocks
 from .blocks.repeated_blocks import find_blocks, read_blocks
@@ -29,6 +29,7 @@ from .guards import guard
 from .initialization.buffers import describe_buffer, equalise_buffers, new_buffers
 from .parameter import ParameterState
 from .refusals import refuse_early_optimizers, refuse_hidden_references, refuse_model, refuse_parameters
+from .replicated import warn_of_own_values
 from .restore import restored_on_error
 from .rows import broadcast_from_first, local_rows, own_row_count
 from .stages import STAGES
@@ -53,6 +54,7 @@ def partition(
     blocks: Literal["auto", "none"] | Sequence[str] | None = None,
     offload: Mapping[str, Any] | None = None,
     cast_forward_inputs: bool | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> ModelT:
     """Turn the parameters of `model` into `DTensor` shards, in place; nothing else about the model changes.
 
@@ -89,6 +91,9 @@ def partition(
             docs/guides/larger-than-memory.md. None: no offload.
         cast_forward_inputs: True casts floating-point inputs of `model`, also inside lists and dicts, to `param_dtype`,
             as FSDP2's `MixedPrecisionPolicy` does. None: True with a `param_dtype`.
+        ignored_params: Parameters that stay each rank's own, such as experts that the model itself spreads over ranks:
+            plain tensors with their own values and gradients, which nothing averages. Torch's `clip_grad_norm_` counts
+            those of all ranks. On GPUs they need a parameter group of their own.
 
     Returns:
         `model` itself.
@@ -110,11 +115,12 @@ def partition(
         "cast_forward_inputs": cast_forward_inputs,
     }
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    parts = partition_states(model)
+    parts, ignored = partition_states(model), find_ignored(model, ignored_params)
     if parts:
-        _take_in(model, part_to_extend(model, parts, given, mesh))
+        _take_in(model, part_to_extend(model, parts, given, mesh), ignored)
     else:
-        _begin(model, mesh, {"blocks": _default_blocks(given), **given})
+        _begin(model, mesh, {"blocks": _default_blocks(given), **given}, ignored)
+    mark_gradients(ignored)
     return model
 
 
@@ -124,7 +130,7 @@ def _default_blocks(given: Mapping[str, Any]) -> str:
     return "auto" if gathers and not ("offload" in given and given["offload"].parameters) else "none"
 
 
-def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) -> None:
+def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any], ignored: set[Place]) -> None:
     """Partition a plain model."""
     if tensor_mesh(model) is not None and mesh is None:
         raise PartitionError(
@@ -134,23 +140,26 @@ def _begin(model: nn.Module, mesh: DeviceMesh | None, given: Mapping[str, Any]) 
     with restored_on_error(model):
         taken = take_slices(model)
         refuse_early_optimizers(taken.originals, doing="partition")
-        additions = Additions(model, dict(model.named_parameters()), [], [], taken.by_id)
+        left_out = {id(module._parameters[attribute]) for module, attribute in ignored}
+        taken_in = {name: param for name, param in model.named_parameters() if id(param) not in left_out}
+        additions = Additions(model, taken_in, [], [], taken.by_id)
         if "offload" in given:
             refuse_other_devices(additions.parameters, given["offload"])
         _refuse(additions)
         mesh = resolve_mesh(mesh, model)
         arguments = replace(_DEFAULTS, **given)
-        part = PartitionState(mesh, mesh_axes(mesh), arguments, model, guard, tensor_mesh=taken.mesh)
+        part = PartitionState(mesh, mesh_axes(mesh), arguments, model, guard, tensor_mesh=taken.mesh, ignored=ignored)
         entries = _apply(additions, part)
         part.operations.number_among_models()
         _add(entries, part)
     guard(part)
 
 
-def _take_in(model: nn.Module, part: PartitionState | None = None) -> None:
+def _take_in(model: nn.Module, part: PartitionState | None = None, ignored: Iterable[Place] = ()) -> None:
     """Partition the new parameters of a partitioned model."""
     if part is None:
         (part,) = partition_states(model)
+    part.ignored.update(ignored)
     additions = find_additions(model, part)
     _refuse(additions)
     resolve_mesh(part.mesh, additions.root)
@@ -180,6 +189,7 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
     call = f"partition({part.arguments}, mesh={tuple(part.mesh.shape)}), {VARIABLE}={patience_of():g}, {changed}"
     Agreement.over(part.parameter_mesh).confirm("partition different models", [call, *table, *buffers])
 
+    warn_of_own_values(additions.parameters, part.mesh)
     part.root = model
     for entry, (module, attribute) in additions.gone:
         part.forget(entry, module, attribute)

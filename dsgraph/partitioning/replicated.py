@@ -8,11 +8,13 @@ all, because writes to `.data` leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DeviceMesh
 from torch.optim import Optimizer
 
 from dsgraph.ranks.mesh import axis_group
@@ -56,6 +58,27 @@ def confirm_replicated(partition: PartitionState, *, is_first: bool) -> None:
         )
 
 
+def warn_of_own_values(params: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Warn of values that differ between ranks with equal seeds, which `partition` is about to overwrite."""
+    known = {name: param for name, param in params.items() if not param.is_meta}
+    if not known or mesh.size() == 1:
+        return
+    sums = [_sum_of_bits(param) for param in known.values()]
+    seed = sums[0].new_tensor(torch.initial_seed() % 2**62)
+    extremes = torch.stack([torch.stack([*sums, seed]), -torch.stack([*sums, seed])])
+    for dim in range(mesh.ndim):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, axis_group(mesh, dim))
+    *differ, seeds_differ = (extremes[0] != -extremes[1]).tolist()
+    different = [name for name, differs in zip(known, differ, strict=True) if differs]
+    if different and not seeds_differ:
+        warnings.warn(
+            f"parameter {different[0]!r} ({len(different)} in all) has other values on other ranks, although they were "
+            "seeded alike: partition gives all ranks those of the first. Pass ignored_params= if each rank is to keep "
+            "its own",
+            stacklevel=5,
+        )
+
+
 def holds_any(optimizer: Optimizer, partition: PartitionState) -> bool:
     """Return whether an optimizer holds parameters of a partitioned model."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -78,5 +101,8 @@ def _differ(entries: Sequence[ParameterState], partition: PartitionState) -> lis
 
 
 def _sum_of_bits(rows: Tensor) -> Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return rows.contiguous().reshape(-1).view(kinds[rows.element_size()]).sum(dtype=torch.int64)
+    data = rows.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    return words.sum() + data[8 * words.numel() :].sum(dtype=torch.int64)

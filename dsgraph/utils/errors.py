@@ -72,6 +72,13 @@ class AccumulationError(RuntimeError):
     """
 
 
+class GradientError(RuntimeError):
+    """A gradient, or a number computed from gradients, that cannot be had from what was given.
+
+    Fix: pass the parameters, or call the function, that the message names.
+    """
+
+
 class ConfigError(ValueError):
     """A configuration of the engine that is not supported.
 

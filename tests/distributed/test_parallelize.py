@@ -12,6 +12,7 @@ from torch import nn
 
 import dsgraph
 from dsgraph.checkpoint.convert import export_checkpoint
+from dsgraph.partitioning.rows import own_part
 from dsgraph.utils.errors import CheckpointError, ConfigError, OptionError
 from tests.distributed.test_tensor_parallel import _build
 
@@ -319,3 +320,39 @@ def _refuse() -> None:
 
 def test_sizes_that_do_not_fit_are_refused(ranks):
     ranks(2).run(_refuse)
+
+
+def _take_norms(**layout: int) -> None:
+    own = 8 // layout.get("dp", 1)
+    ids = _ids(0)[:own]
+    count = layout.get("pp", 1)
+    example = {"input_ids": ids[: own // count], "labels": ids[: own // count]}
+    parts = dsgraph.parallelize(_build("llama"), example_kwargs=example, microbatches=count, **layout)
+    parts.step(input_ids=ids, labels=ids)
+    grads = [param.grad for param in parts.parameters()]
+    before = [own_part(grad).clone() for grad in grads]
+    for take in (lambda: nn.utils.clip_grad_norm_(parts.parameters(), 1.0), lambda: nn.utils.get_total_norm(grads)):
+        with pytest.raises(dsgraph.GradientError, match=r"call clip_grad_norm_\(max_norm\) of the pipeline"):
+            take()
+    with pytest.raises((dsgraph.GradientError, dsgraph.PartitionError), match="AdamW"):
+        torch.optim.LBFGS(list(parts.parameters())).step(lambda: torch.zeros(()))
+    if layout.get("tp", 1) > 1:
+        with pytest.raises((dsgraph.GradientError, dsgraph.PartitionError), match="full"):
+            torch.optim.Adafactor(parts.parameters()).step()
+    assert all(torch.equal(own_part(grad), one) for grad, one in zip(grads, before, strict=True))
+    nn.utils.clip_grad_value_(parts.parameters(), 1e-4)  # of each element
+    assert all(float(own_part(param.grad).abs().max()) <= 1e-4 for param in parts.parameters())
+    torch.optim.AdamW(parts.parameters(), fused=True).step()
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.full)])
+def test_torchs_norms_are_refused_where_they_would_be_those_of_one_rank(ranks, layout):
+    ranks(2).run(_take_norms, **layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "pp": 2}, {"dp": 2, "tp": 2, "zero_stage": 1}, {"dp": 2, "pp": 2, "zero_stage": 3}]
+)
+def test_torchs_norms_are_refused_on_every_layout(ranks, layout):
+    ranks(4).run(_take_norms, **layout)

@@ -292,6 +292,24 @@ def test_second_derivatives_in_parameters_are_refused(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_gradient_of_an_attribute_is_refused_by_name(stage):
+    model = dsgraph.partition(_net(), stage=stage, keep_whole_below=0)
+    loss = model(torch.randn(3, 4)).tanh().sum()
+    name, param = list(model.named_parameters())[-1]
+    holder, _, attribute = name.rpartition(".")
+    for allow_unused in (False, True):
+        with pytest.raises(dsgraph.GradientError, match=f"got parameter '{name}' as an attribute"):
+            read = getattr(model.get_submodule(holder), attribute)
+            torch.autograd.grad(loss, [read], retain_graph=True, allow_unused=allow_unused)
+    (found,) = torch.autograd.grad(loss, param, retain_graph=True)
+    loss.backward()
+    assert torch.equal(found.full_tensor(), param.grad.full_tensor())
+    read = getattr(model.get_submodule(holder), attribute)
+    (own,) = torch.autograd.grad(read.square().sum(), read)
+    assert torch.equal(own, 2 * read)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_second_derivatives_in_inputs_are_those_of_the_plain_model(stage):
     torch.manual_seed(0)
     plain, given = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(3, 4)

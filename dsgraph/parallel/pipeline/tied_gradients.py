@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
+from dsgraph.compat.tensors import without_overrides
 from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
 from dsgraph.partitioning.rows import own_part, split_dims
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.passes.parallel.stages.stage_graphs import StageGraph
 from dsgraph.ranks.mesh import axis_group
+from dsgraph.utils.errors import GradientError
 
 from .captured_model import CapturedModel
 from .sharded_stages import Copies, ShardedStages
 from .stage_modules import StageModule
+
+_OF_ALL, _OF_MATRICES = ("torch.optim.lbfgs",), ("torch.optim._adafactor", "torch.optim._muon")
+_NO_NORM = (
+    "a norm of these gradients would be that of one rank's stages and slices: call clip_grad_norm_(max_norm) of the "
+    "pipeline, which clips by the norm over all ranks"
+)
+
+
+class StageGradient(Tensor):
+    """A gradient of a stage: a plain tensor, which torch refuses to take for one of all gradients.
+
+    Attributes:
+        is_slice: True if other tensor-parallel ranks hold the rest of it.
+    """
+
+    is_slice = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on plain tensors.
+
+        Raises:
+            GradientError: A caller in torch would compute with the gradients of other ranks as well.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller == "torch.nn.utils.clip_grad" and "norm" in func.__name__:
+            raise GradientError(_NO_NORM)
+        if caller in _OF_ALL or (caller in _OF_MATRICES and args and getattr(args[0], "is_slice", False)):
+            raise GradientError(f"{caller} computes with full gradients, and this rank has a part of them: use AdamW")
+        return without_overrides(func, args, kwargs or {})
 
 
 @dataclass
@@ -85,10 +119,16 @@ class StepGradients:
         self.average(loss)
         if self.sharded is not None:
             self.sharded.finish(grads)
+            for name, shard in self.sharded.shards.named_parameters():
+                if shard.grad is not None:
+                    vars(shard.grad).update(dsgraph_no_norm=_NO_NORM, is_slice=name in self.slices)
             return loss
         for name, parameter in self.parameters.items():
             before, grad = self._before.pop(name), grads[name]
-            parameter.grad = grad if before is None else before if grad is None else before.add_(grad)
+            grad = grad if before is None else before if grad is None else before.add_(grad)
+            parameter.grad = None if grad is None else without_overrides(grad.as_subclass, (StageGradient,), {})
+            if parameter.grad is not None:
+                parameter.grad.is_slice = name in self.slices
         return loss
 
     @contextmanager
@@ -170,7 +210,8 @@ class StepGradients:
             if name in self.slices:
                 split.add(self.slices[name].group)
             is_counted = name not in self.tied or name in self.owned
-            parts.append(GradientPart(own_part(parameter.grad), frozenset(split), is_counted))
+            grad = without_overrides(own_part(parameter.grad).as_subclass, (Tensor,), {})
+            parts.append(GradientPart(grad, frozenset(split), is_counted))
         slicing = sorted({held.group for held in self.slices.values()})
         return LocalGradients(parts, (*([copies] if copies else []), *slicing, stages), self.device)
 

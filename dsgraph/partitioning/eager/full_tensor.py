@@ -24,7 +24,7 @@ from dsgraph.compat.dynamo import break_graph, compiling_backend, only_inlined
 from dsgraph.compat.tensors import without_overrides
 from dsgraph.inductor_ext import share_memory
 from dsgraph.passes.compat import detect_fake_mode
-from dsgraph.utils.errors import PartitionError
+from dsgraph.utils.errors import GradientError, PartitionError
 
 from .source import Source
 
@@ -126,8 +126,25 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if detect_fake_mode() is None:  # a compiler reads metadata
         for tensor in read:
             tensor.source.refresh()
-    result = func(*_each(args, plain_of), **_each(kwargs, plain_of))
+    try:
+        result = func(*_each(args, plain_of), **_each(kwargs, plain_of))
+    except RuntimeError as error:
+        if func is torch.autograd.grad and "not have been used in the graph" in str(error):
+            _refuse_unused(args, kwargs)
+        raise
+    if func is torch.autograd.grad and None in result:  # `allow_unused=True`
+        _refuse_unused(args, kwargs)
     return _each(result, lambda value: _shared(value, read))
+
+
+def _refuse_unused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to differentiate with respect to a parameter that was read after the forward: it is another tensor."""
+    for tensor in _full_tensors([kwargs["inputs"]] if "inputs" in kwargs else args[1:2]):
+        name = getattr(tensor.source.shards, "dsgraph_name", tensor.source.name)
+        raise GradientError(
+            f"torch.autograd.grad got parameter {name!r} as an attribute, which is a new tensor each time that it is "
+            f"read: pass dict(model.named_parameters())[{name!r}], whose gradient is averaged over the ranks"
+        )
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FullTensor]:

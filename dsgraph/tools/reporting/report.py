@@ -124,6 +124,9 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
         parts.append(f"{len(records)} graph{'s' * (len(records) != 1)} compiled{also}")
     parts += dict.fromkeys(filter(None, (_on_blocks(state, records) for state in states)))
     parts += dict.fromkeys(filter(None, map(nothing_moved, states)))
+    parts += [
+        f"{len(state.ignored)} parameters are each rank's own (ignored_params)" for state in states if state.ignored
+    ]
     return "; ".join(parts)
 
 
