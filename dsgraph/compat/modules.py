@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .tensors import keep_hooks
+
 # What runs while a module is being called; its local `self` is the module.
 MODULE_CALL = torch.nn.Module._call_impl.__code__
 
@@ -29,7 +31,11 @@ def apply_to_tensors(
     with torch.no_grad():
         is_same = kind._apply is torch.nn.Module._apply and all(change(value) is value for value in own)
     if not is_same:
-        return kind._apply(module, change, recurse)
+        changed = kind._apply(module, change, recurse)
+        for param in module._parameters.values():
+            if param is not None:
+                keep_hooks(param)
+        return changed
     for child in module.children() if recurse else ():
         child._apply(change)
     return module

@@ -53,6 +53,13 @@ def without_overrides(function: Callable[..., Any], args: Sequence[Any], kwargs:
         return function(*args, **kwargs)
 
 
+def keep_hooks(tensor: torch.Tensor) -> None:
+    """Register the hooks of a tensor again after torch has swapped its memory: it leaves them with the old one."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(tensor, name):
+            setattr(tensor, name, hooks)
+
+
 NO_OVERRIDES = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass of tensors that computes as a plain tensor, as `nn.Parameter` does."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
+from dsgraph.compat.tensors import keep_hooks
 from dsgraph.offload.stored_tensor import room
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.parameter import ParameterState
@@ -199,8 +200,8 @@ def _keep_rows(entry: ParameterState, state: PartitionState, full: Tensor) -> No
     local = state.distributed(rows, entry.spec, shape=meta.shape, stride=meta.stride())
     shard = nn.Parameter(local, requires_grad=meta.requires_grad)
     shard.__dict__.update(meta.__dict__)
+    torch.utils.swap_tensors(meta, shard)  # the parameter stays the same object, which users may hold
+    keep_hooks(meta)
     for transform in entry.transforms:
-        transform.attach(shard)  # type: ignore[arg-type]
-    for owner, attribute in entry.owners:
-        owner._parameters[attribute] = shard
+        transform.attach(meta)
     state.keep_copy(entry)

@@ -41,6 +41,24 @@ class TestOneRank:
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         assert torch.isfinite(model(tokens, tokens))
 
+    @pytest.mark.parametrize("convert", (False, True))
+    def test_hooks_survive(self, convert):
+        model = dsgraph.partition(_on_meta(lambda: GPT(GPTConfig(64, 32, 2, 1, tie=True))), keep_whole_below=0)
+        params, calls = dict(model.named_parameters()), []
+        tied = params["embedding.weight"]
+        removed = tied.register_hook(lambda grad: calls.append("removed"))
+        tied.register_hook(lambda grad: calls.append("hook") or grad * 0)
+        tied.register_post_accumulate_grad_hook(lambda param: calls.append(param is tied))
+        dsgraph.materialize(model)
+        removed.remove()
+        if convert:
+            model.double()
+        assert all(param is params[name] and not param.is_meta for name, param in model.named_parameters())
+        tokens = torch.arange(8)[None]
+        model(tokens, tokens).backward()
+        assert calls == ["hook", True]
+        assert not tied.grad.full_tensor().any() and list(params.values())[-1].grad.full_tensor().any()
+
     def test_files_that_the_index_does_not_name_are_not_read(self, tmp_path):
         files = {"weight": "model-00001-of-00002.safetensors", "bias": "model-00002-of-00002.safetensors"}
         save_file({"weight": torch.ones(8, 4)}, tmp_path / files["weight"])
