@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.compat.autograd import in_transform
-from dsgraph.compat.compiled import allowing_recompiles, recompile_limit
+from dsgraph.compat.compiled import allowing_recompiles, compile_again, recompile_limit
 from dsgraph.compat.dynamo import is_set, only_inlined, options_of_calls
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
@@ -116,11 +116,13 @@ class _Before:
     """The state before the first forward under a limit, which may begin again as one graph.
 
     Attributes:
-        limit: The limit of the model's blocks.
+        model: The model.
+        limit: The limit of its blocks.
         random: The state of random numbers.
         buffers: Buffers, each with its value.
     """
 
+    model: nn.Module
     limit: BlockLimit
     random: Tensor
     buffers: tuple[tuple[Tensor, Tensor], ...]
@@ -134,7 +136,7 @@ class _Before:
         torch.set_rng_state(self.random)
         for buffer, value in self.buffers:
             buffer.copy_(value)
-        torch.compiler.reset()  # what Dynamo has decided to run uncompiled is compiled now
+        compile_again(self.model)  # what Dynamo has decided to run uncompiled
 
 
 @torch.compiler.disable
@@ -182,7 +184,7 @@ def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: 
     limit.around, limit.is_kept = limit.counted[batch], True
     if not is_first:
         return None
-    return _Before(limit, torch.get_rng_state(), tuple((buffer, buffer.clone()) for buffer in model.buffers()))
+    return _Before(model, limit, torch.get_rng_state(), tuple((buffer, buffer.clone()) for buffer in model.buffers()))
 
 
 @torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured
