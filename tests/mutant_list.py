@@ -400,8 +400,59 @@ STEP = (
     ),
     Mutant(
         *("last-micro-batch-alone", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "unsummed gradient"),
-        *("_on_local_gradient", ".add_(", ".copy_("),
+        *("add_local_gradient", ".add_(", ".copy_("),
         killers=("tests/distributed/test_accumulate.py",),
+    ),
+    Mutant(
+        *(
+            "inner-backward-ends-the-step",
+            "dsgraph/partitioning/accumulation/accumulated_gradients.py",
+            "missing check",
+        ),
+        *("_reduce_at_end_of_backward", "if outer is None", "if True"),
+        killers=("tests/distributed/test_several_backwards.py",),
+    ),
+    Mutant(
+        *("leaf-dies-with-the-step", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "unsummed gradient"),
+        *("_take_sum", "    return total", "    entry.leaf.requires_grad_(False)\n    return total"),
+        killers=("tests/distributed/test_several_backwards.py",),
+    ),
+    Mutant(
+        *("asked-gradient-is-summed", "dsgraph/partitioning/accumulation/read_leaves.py", "missing check"),
+        *("_Leaves.backward", "elif is_asked_for(nodes[count + number])", "elif False"),
+        killers=("tests/distributed/test_several_backwards.py",),
+    ),
+    Mutant(
+        *("hooks-left-on-meta", "dsgraph/partitioning/initialization/materialize.py", "missing step"),
+        *("_keep_rows", "keep_hooks(meta)", ""),
+        killers=("tests/partitioning/initialization/test_materialize.py",),
+    ),
+    Mutant(
+        *("ignored-norm-of-one-rank", "dsgraph/partitioning/rules.py", "unsummed norm"),
+        *("_norms", 'if hasattr(value, "dsgraph_own") else value', "if False else value"),
+        killers=("tests/distributed/test_ignored_params.py",),
+    ),
+    Mutant(
+        *("own-values-untold", "dsgraph/partitioning/replicated.py", "missing check"),
+        *("warn_of_own_values", "not seeds_differ", "False"),
+        killers=("tests/distributed/test_ignored_params.py",),
+    ),
+    Mutant(
+        *("gradient-of-a-new-tensor", "dsgraph/partitioning/eager/full_tensor.py", "missing check"),
+        *("_run", "and None in result", "and False"),
+        killers=("tests/partitioning/test_partition.py",),
+    ),
+    Mutant(
+        *("norm-of-one-stage", "dsgraph/parallel/pipeline/tied_gradients.py", "missing check"),
+        *("StageGradient.__torch_function__", '"norm" in func.__name__', "False"),
+        killers=(
+            "tests/distributed/test_parallelize.py::test_torchs_norms_are_refused_where_they_would_be_those_of_one_rank",
+        ),
+    ),
+    Mutant(
+        *("compiles-nothing-again", "dsgraph/compat/compiled.py", "missing step"),
+        *("compile_again", "torch._dynamo.reset_code(code)", "pass"),
+        killers=("tests/compat/test_compiled.py",),
     ),
     Mutant(
         *("hooks-of-late-gradients", "dsgraph/partitioning/accumulation/reduce_accumulated.py", "missing step"),
@@ -451,7 +502,7 @@ STEP = (
     ),
     Mutant(
         *("sum-in-low-precision", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "missing cast"),
-        *("_on_local_gradient", ".to(entry.param.dtype)", ""),
+        *("add_local_gradient", ".to(entry.param.dtype)", ""),
         killers=("tests/distributed/test_accumulate.py", "tests/distributed/test_mixed_precision.py"),
     ),
     Mutant(
