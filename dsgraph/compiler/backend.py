@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from dsgraph.compat.dynamo import active_ddp, past_dynamo
 from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
+from dsgraph.partitioning.additions import is_plain
 from dsgraph.partitioning.blocks.unit import unit_of
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import PassRecord, Phase
@@ -254,7 +254,7 @@ class Backend:
     def _warn_of_local_gradients(self, inputs: Sequence[Any], options: BackendOptions) -> None:
         if self._has_warned or not dist.is_initialized() or dist.get_world_size() == 1 or active_ddp():
             return
-        trained = [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad and not isinstance(x, DTensor)]
+        trained = [x for x in inputs if isinstance(x, nn.Parameter) and is_plain(x) and not hasattr(x, "dsgraph_own")]
         if not trained or not torch.is_grad_enabled():
             return
         message = (
