@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,12 @@ class StageGradient(Tensor):
         if caller in _OF_ALL or (caller in _OF_MATRICES and args and getattr(args[0], "is_slice", False)):
             raise GradientError(f"{caller} computes with full gradients, and this rank has a part of them: use AdamW")
         return without_overrides(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @dataclass
