@@ -10,12 +10,10 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "adan": (),  # a different optimizer, like the next two
     "nadamw": (),
     "radamw": (),
-    "bfloat16": ("bf16",),
     "batch_size": ("train_micro_batch_size_per_gpu",),
     "clip_grad_norm": ("gradient_clipping",),
     "cpu_offload": ("offload_optimizer",),
     "cpu_offload_params": ("offload_param",),
-    "cpu_offload_use_pin_memory": (),
     "data_parallel": ("dp",),
     "float16": ("fp16",),
     "fusedadam": ("Adam",),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Iterator, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from dsgraph.utils.errors import ConfigError
 
 from .engine_config import EngineConfig
 from .key import Auto, FromHiddenSize, entries_of, name_of, spellings_of
+from .read_config import load_config
 
 
 def filled(
@@ -30,7 +28,7 @@ def filled(
         ConfigError: The configuration and the arguments contradict each other, or a bucket size is "auto" and the model
             has no hidden size.
     """
-    config = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    config = load_config(source)
     contradictions = []
     for path, auto, fills in _auto_values():
         *sections, key = path.split(".")
@@ -53,6 +51,13 @@ def filled(
             f'config: {"; ".join(contradictions)}in TrainingArguments: write the same value in both, or "auto" here'
         )
     return config
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration in which `"auto"` is replaced by the value at its place, unless that is None."""
+    found = {key: values[key] if own == "auto" and values.get(key) is not None else own for key, own in config.items()}
+    sections = [key for key, own in config.items() if isinstance(own, Mapping) and isinstance(values.get(key), Mapping)]
+    return found | {key: with_values(config[key], values[key]) for key in sections}
 
 
 def _auto_values() -> Iterator[tuple[str, Auto, bool]]:

@@ -204,6 +204,10 @@ class CheckpointConfig(Section):
     )
 
 
+class CompileConfig(Section):
+    """DeepSpeed's options of DeepCompile: see the keys without effect, and those that raise an error, below."""
+
+
 class EngineConfig(Section):
     """The whole file."""
 
@@ -268,6 +272,7 @@ class EngineConfig(Section):
         needs=(Needs("dsgraph.compile", (True,), "only compiled attention can be block-sparse"),),
         stages=True,
     )
+    compile: CompileConfig = CompileConfig()
     progressive_layer_drop: ProgressiveLayerDropConfig = ProgressiveLayerDropConfig()
     quantize_training: QuantizeTrainingConfig = QuantizeTrainingConfig()
     dsgraph: DsgraphConfig = DsgraphConfig()

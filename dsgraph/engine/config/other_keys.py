@@ -16,6 +16,7 @@ WITHOUT_EFFECT = {
     "zero_optimization.stage3_prefetch_bucket_size": "predicted times decide how early parameters are gathered",
     "zero_optimization.sub_group_size": "the optimizer's step needs no buffers that must be kept small",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "`state_dict` contains shards at every stage",
+    "zero_optimization.cpu_offload_use_pin_memory": "`zero_optimization.offload_optimizer.pin_memory` is its new name",
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.legacy_stage1": "there is only one implementation of stage 1",
     "zero_optimization.load_from_fp32_weights": "shards are the master weights",
@@ -41,6 +42,7 @@ WITHOUT_EFFECT = {
     "activation_checkpointing.profile": "regions are parts of one graph; `wall_clock_breakdown` prints its times",
     "quantize_training.quantizer_kernel": "the compiler fuses the quantization of weights",
     "bf16.immediate_grad_update": "gradients are accumulated in the dtype of the shards",
+    "compile.deepcompile": "`dsgraph.compile` says whether the model is compiled, always with passes for ZeRO",
 }
 """Keys of DeepSpeed that are accepted and change nothing, each with the reason, which is printed."""
 
@@ -64,8 +66,21 @@ NOT_YET = {
     "pipeline": "pipelines",
     "comms_logger": "the log of collectives (`dsgraph collectives` shows them)",
     "aio": "offloading",
+    "compile.offload_activation": "this key (`activation_checkpointing.cpu_checkpointing` moves activations)",
+    "compile.offload_opt_states": "this key (`zero_optimization.offload_optimizer` moves the optimizer state)",
+    "compile.offload_parameters": "this key (`zero_optimization.offload_param` moves parameters)",
 }
 """Keys of DeepSpeed that ask for what is not supported yet."""
 
 OFF = {"zero_optimization.zero_hpz_partition_size": 1}
 """Values, besides false, with which such a key asks for nothing."""
+
+
+OLD_NAMES: dict[str, tuple[str, tuple[dict[str, str | int], ...]]] = {
+    "bfloat16": ("bf16", ()),
+    "zero_optimization": ("zero_optimization", ({"stage": 0}, {"stage": 1})),
+    "zero_optimization.cpu_offload": ("offload_optimizer", ({"device": "none"}, {"device": "cpu"})),
+    "zero_optimization.cpu_offload_param": ("offload_param", ({"device": "none"}, {"device": "cpu"})),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", ()),
+}
+"""Keys of earlier DeepSpeed versions: the present name in the section, and the sections for false and true, if any."""

@@ -20,7 +20,7 @@ from .batch_sizes import BatchSizes
 from .conditions import check_keys
 from .engine_config import EngineConfig, ParallelConfig
 from .key import section_of, spellings_of
-from .other_keys import NOT_YET, OFF, WITHOUT_EFFECT
+from .other_keys import NOT_YET, OFF, OLD_NAMES, WITHOUT_EFFECT
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ def _validated(given: Mapping[str, Any], notes: list[str]) -> EngineConfig:
 
 
 def load_config(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a configuration, before anything is checked.
+    """Return the content of a configuration without comments, before anything is checked.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: It cannot be read, or has a key under its old and its new name.
     """
     if isinstance(source, Mapping):
-        return dict(source)
+        return _renewed(source)
     if not isinstance(source, (str, PathLike)):
         raise ConfigError(f"config is {source!r}; it takes the path of a JSON file or a dict")
     path = Path(fspath(source))
@@ -119,6 +119,19 @@ def load_config(source: str | PathLike[str] | Mapping[str, Any]) -> dict[str, An
         raise ConfigError(f"config file {path}, line {error.lineno}: not JSON ({error.msg})") from error
     if not isinstance(found, dict):
         raise ConfigError(f"config file {path} holds a {type(found).__name__}; it takes an object of sections")
+    return _renewed(found)
+
+
+def _renewed(given: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a section without comments, which are keys that begin with "_", and with present names for old ones."""
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        new, sections = OLD_NAMES.get(f"{path}{key}", (key, ()))
+        if new != key and new in given:
+            raise ConfigError(f"config: {path}{key} is the old name of {path}{new}, which is set too: remove one")
+        value = sections[value] if sections and isinstance(value, bool) else value
+        if not str(key).startswith("_"):
+            found[new] = _renewed(value, f"{path}{new}.") if isinstance(value, Mapping) else value
     return found
 
 
@@ -178,19 +191,25 @@ def _is_off(where: str, value: object) -> bool:
 
 
 def _describe(error: ValidationError) -> str:
+    """Return a line for each unknown key, otherwise one for the first error."""
+    unknown = [[*map(str, item["loc"])] for item in error.errors() if item["type"] == "extra_forbidden"]
+    if unknown:
+        return "\n".join(f"config: unknown key {'.'.join(where)!r}{_hint(where, len(unknown))}" for where in unknown)
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
-    name = ".".join(where)
-    if first["type"] == "extra_forbidden":
-        known = list(_keys_of(where[:-1]))
-        hint = nearest(where[-1], known) or _elsewhere(where[-1]) or f"; known here: {', '.join(sorted(known))}"
-        return f"config: unknown key {name!r}{hint}"
+    name = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":
         return f"config: {name} is missing: set it"
     if first["type"] in ("model_type", "dict_type"):
         return f"config: {name} is {first['input']!r}; expected a section, which is an object of keys and values"
     message = first["msg"].removeprefix("Value error, ")
     return f"config: {name} is {first['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _hint(where: list[str], count: int) -> str:
+    """Return the name that is meant, or all that are known if it is the only unknown one."""
+    known = list(_keys_of(where[:-1]))
+    close = nearest(where[-1], known) or _elsewhere(where[-1])
+    return close if close or count > 1 else f"; known here: {', '.join(sorted(known))}"
 
 
 def _elsewhere(key: str) -> str:

@@ -33,7 +33,7 @@ The last column of a table lists what a key sets and needs:
 - the option of the backend ([options.md](options.md)) or the argument of `dsgraph.partition` that it sets; other keys
   take effect in the engine
 - other keys that it needs: without them the engine raises an error, or prints that the key has no effect
-- the value of `"auto"` with `DsgraphTrainer`; elsewhere `"auto"` is the default
+- the value of `"auto"` with `DsgraphTrainer`; elsewhere it is the default, except for what `DsgraphAccelerator` fills
 - "`stages`": it is supported with pipeline stages ([`parallel.pp`](#parallel) above 1), which refuse other keys
 """
 
@@ -63,7 +63,8 @@ def _sections(within: type[BaseModel], path: str) -> Iterator[str]:
             yield from (f"## `{path}{name}`\n", f"{inspect.cleandoc(section.__doc__ or '')}\n")
             if _conditions(field):
                 yield f"The section sets and needs: {_conditions(field)}.\n"
-            yield _table(section)
+            if section.model_fields:
+                yield _table(section)
             yield from _sections(section, f"{path}{name}.")
 
 

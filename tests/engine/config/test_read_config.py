@@ -84,6 +84,51 @@ def test_what_is_wrong_is_named(sections, message):
         _read(**sections)
 
 
+def test_all_unknown_keys_are_named_at_once():
+    sections = {"foo": 1, "optimiser": {}, "zero_optimization": {"stge": 1, "bar": 2}}
+    with pytest.raises(ConfigError) as error:
+        _read(**sections)
+    assert sorted(str(error.value).splitlines()) == [
+        "config: unknown key 'foo'",
+        "config: unknown key 'optimiser'; did you mean 'optimizer'?",
+        "config: unknown key 'zero_optimization.bar'",
+        "config: unknown key 'zero_optimization.stge'; did you mean 'stage'?",
+    ]
+
+
+def test_comments_are_left_out():
+    found = _read(_comment="for the large run", zero_optimization={"stage": 1, "_why": ["it", "fits"]})
+    assert found.config == _read(zero_optimization={"stage": 1}).config and not found.notes
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"bfloat16": {"enabled": True}}, {"bf16": {"enabled": True}}),
+        ({"zero_optimization": True}, {"zero_optimization": {"stage": 1}}),
+        ({"zero_optimization": False}, {"zero_optimization": {"stage": 0}}),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": False}},
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "none"},
+                }
+            },
+        ),
+        ({"compile": {"deepcompile": True}}, {}),
+    ],
+)
+def test_old_names_mean_the_present_ones(old, new):
+    assert _read(**old).config == _read(**new).config
+
+
+def test_a_key_under_both_names_is_refused():
+    with pytest.raises(ConfigError, match="bfloat16 is the old name of bf16, which is set too: remove one"):
+        _read(bfloat16={"enabled": True}, bf16={"enabled": False})
+
+
 def test_what_is_not_there_yet_may_be_switched_off():
     zero = {"offload_param": {"device": "none"}, "zero_hpz_partition_size": 1}
     found = _read(amp={"enabled": False}, sparse_gradients=False, zero_optimization=zero)
