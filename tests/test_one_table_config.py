@@ -17,6 +17,8 @@ ALLOWED = {
     "dsgraph/compiler/options.py": "backend options, some of which have the name of the key that sets them",
     "dsgraph/engine/activation_checkpointing.py": "arguments of DeepSpeed's `configure` under the names of keys",
     "dsgraph/checkpoint/deepspeed_files.py": "what DeepSpeed's checkpoints hold",
+    "dsgraph/engine/integrations/accelerator.py": "accelerate's own arguments, written under the keys that mean them",
+    "dsgraph/engine/integrations/trainer.py": "the loop of a `Trainer` counts micro-batches and clips, not the engine",
     "dsgraph/engine/optimizers/offloading.py": "the plan of an offload, written into the keys of its section",
     "dsgraph/engine/optimizers/optimizer_section.py": "a note on a key tells its default from what the user wrote",
     "dsgraph/engine/optimizers/step_moment.py": "a note names the key for which a step waits",

@@ -258,7 +258,7 @@ def build_optimizer(built: BuiltModel) -> BuiltOptimizer:
     """Make the optimizer, wrapped if it needs full matrices or is offloaded, and its scheduler."""
     makers = built.resolved.makers
     made = makers.given or makers.optimizer(built.groups)
-    optimizer = offloaded(whole_where_needed(made), built.resolved.settings)
+    optimizer = offloaded(whole_where_needed(made), built.resolved.settings) if made.param_groups else made
     return BuiltOptimizer(built, optimizer, makers.schedule(optimizer))
 
 

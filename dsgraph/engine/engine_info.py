@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -50,6 +50,11 @@ class EngineInfo(nn.Module):
         self._state.lr_scheduler = schedule
 
     @property
+    def training_state(self) -> TrainingState:
+        """The state that the parts of the engine share."""
+        return self._state
+
+    @property
     def resolved(self) -> ResolvedConfig:
         """The configuration with what follows from it."""
         return self._state.resolved
@@ -83,15 +88,6 @@ class EngineInfo(nn.Module):
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """Leaves out blocks of the model in training; None if the configuration does not ask for it."""
         return self._state.layer_drop
-
-    @property
-    def boundary(self) -> Callable[[], bool] | None:
-        """Says whether the running micro-batch is the last one of its step; None: the counts say it."""
-        return self._state.boundary
-
-    @boundary.setter
-    def boundary(self, boundary: Callable[[], bool] | None) -> None:
-        self._state.boundary = boundary
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.batches import call_with
-from dsgraph.optim.gradient_norm import LocalGradients, gradients_of
 from dsgraph.optim.hooks import hooks_of
 from dsgraph.partitioning.accumulation.accumulate import accumulate, discard
 from dsgraph.partitioning.forward_inputs import cast_floating, move_inputs
@@ -92,17 +91,24 @@ class MicroBatches:
         if not loss.requires_grad:
             raise EngineError("backward: the loss has no graph: run engine(...) with gradients enabled")
         state = self._state
+        if state.is_unscaled and state.loss_scale.scale != 1:
+            raise EngineError(
+                "backward: fp16 gradients were clipped before: clip after the last one, or call zero_grad()"
+            )
         share = loss / state.resolved.batch.micro_batches if scale_wrt_gas else loss
+        self._logger.take_loss(share, begins=not state.has_begun_step)
         try:
             scaled = share if state.loss_scale.scale == 1 else share.float() * state.loss_scale.scale
-            is_last = not retain_graph and not self._never_reduces and state.is_last_micro_batch()
+            may_be_last = not retain_graph and not self._never_reduces and state.boundary is None
+            is_last = may_be_last and state.is_last_micro_batch()
             beside = stepping(state.optimizer, state.config, is_last=is_last)
             with self._logger.stopwatch.part("backward"), beside:
                 scaled.backward(retain_graph=retain_graph)
         finally:
             self._leave()
             state.has_begun_step = self._ran_backward = True
-        self._logger.take_loss(share)
+            state.is_unscaled = False
+        state.counts.micro += state.boundary is not None
         return share
 
     def _leave(self) -> None:
@@ -131,25 +137,21 @@ class MicroBatches:
             raise EngineError(
                 "step inside no_sync: call it after the block, when a backward outside has reduced the gradients"
             )
-        is_last = state.is_last_micro_batch()
-        if is_last and not self._ran_backward and any(param.grad is not None for param in self._module.parameters()):
+        is_looped = state.boundary is not None
+        is_last = is_looped or state.is_last_micro_batch()
+        is_known = self._ran_backward or (is_looped and (state.is_unscaled or state.loss_scale.scale == 1))
+        if is_last and not is_known and any(param.grad is not None for param in self._module.parameters()):
             raise EngineError(
-                "step: the gradients are not those of engine.backward(loss), which scales the loss and divides it by "
-                "the micro-batches of a step: call it in place of loss.backward()"
+                "step: the gradients are not those of engine.backward(loss) or accelerator.backward(loss), which "
+                "scales the loss and divides it by the micro-batches of a step: call it in place of loss.backward()"
             )
         if is_last:
             with self._logger.stopwatch.part("step"):
-                self._update.run(self._gradients, self._gradients_again)
-        state.counts.micro += 1
+                self._update.run(self._gradients_again)
+        state.counts.micro += not is_looped
         state.has_begun_step, self._ran_backward = not is_last, self._ran_backward and not is_last
         if is_last:
             self._logger.after_step(state)
-
-    def _gradients(self) -> LocalGradients:
-        partition, shared = self._state.partition, self._state.shared
-        if shared is None:
-            return gradients_of(partition)
-        return gradients_of(partition, sliced=shared.sliced, slicing=shared.group.group_name)
 
     def _gradients_again(self) -> Gradients:
         assert self._again is not None
@@ -157,6 +159,8 @@ class MicroBatches:
 
     def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step. Return the mean of their losses on this rank."""
+        if self._state.boundary is not None:
+            raise EngineError("train_batch: the loop of an accelerator calls backward and optimizer.step itself")
         count = self._state.resolved.batch.micro_batches
         total = torch.zeros((), device=self._state.partition.parameters[0].param.device)
         for number in range(count):
@@ -179,9 +183,11 @@ class MicroBatches:
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop all gradients of the current step. The count of micro-batches goes on."""
+        state = self._state
         discard(self._module)
-        self._state.optimizer.zero_grad(set_to_none)
-        self._state.has_begun_step = self._ran_backward = False
+        state.optimizer.zero_grad(set_to_none)
+        self._module.zero_grad(set_to_none)  # also of parameters that the optimizer does not update
+        state.has_begun_step = state.is_unscaled = self._ran_backward = False
 
     def close(self) -> None:
         """Release the compiled model; the partitioned model runs uncompiled."""

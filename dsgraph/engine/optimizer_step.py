@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dsgraph.optim.gradient_norm import LocalGradients
 from dsgraph.optim.hooks import hooks_of
 
 from .monitoring.step_logger import StepLogger
@@ -20,13 +19,10 @@ class OptimizerStep:
         self._state, self._logger = state, logger
         hooks_of(state.optimizer).set_scale(state.loss_scale.scale)
 
-    def run(
-        self, gradients: Callable[[], LocalGradients], gradients_again: Callable[[], Gradients] | None = None
-    ) -> None:
-        """Update the parameters and drop the gradients. All ranks call it together.
+    def run(self, gradients_again: Callable[[], Gradients] | None = None) -> None:
+        """Update the parameters, and drop the gradients unless a loop does. All ranks call it together.
 
         Args:
-            gradients: Return this rank's part of the gradients.
             gradients_again: Return what recomputes the gradients of the last micro-batch, for the eigenvalues of
                 quantization-aware training; None if the strategy cannot.
 
@@ -35,13 +31,15 @@ class OptimizerStep:
         """
         state, hooks = self._state, hooks_of(self._state.optimizer)
         hooks.start_reading()
-        is_finite = self._prepare(gradients)
+        is_finite = self._prepare()
         if is_finite:
             state.optimizer.step()
         else:
             hooks.finish()
         self._logger.measure_memory(state)
-        state.optimizer.zero_grad()
+        if state.boundary is None:
+            state.optimizer.zero_grad()
+            state.is_unscaled = False
         state.counts.steps += 1
         state.counts.skipped += not is_finite
         state.was_skipped = not is_finite
@@ -52,14 +50,13 @@ class OptimizerStep:
         state.loss_scale.update(overflow=not is_finite)
         hooks.set_scale(state.loss_scale.scale)
 
-    def _prepare(self, gradients: Callable[[], LocalGradients]) -> bool:
+    def _prepare(self) -> bool:
         """Unscale and clip the gradients. Return False if the step is to be skipped."""
         state, config = self._state, self._state.config
         checks = config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow)
+        state.norm = state.norm if state.is_unscaled else None
         if hooks_of(state.optimizer).is_compressing:
-            state.norm = None
-            return not checks or math.isfinite(gradients().norm())
-        if not checks and not config.gradient_clipping:
-            return True
-        state.norm = gradients().unscale_and_clip(scale=state.loss_scale.scale, max_norm=config.gradient_clipping)
-        return not checks or math.isfinite(state.norm)
+            return not checks or math.isfinite(state.gradients().norm())
+        if config.gradient_clipping or (checks and not state.is_unscaled):
+            state.unscale(max_norm=config.gradient_clipping)
+        return not checks or math.isfinite(state.norm or 0.0)

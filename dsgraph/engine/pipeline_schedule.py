@@ -40,7 +40,7 @@ class PipelineSchedule:
             loss = self._module.step(*args, **kwargs)
         self._logger.take_loss(loss)
         with self._logger.stopwatch.part("step"):
-            self._update.run(self._module.local_gradients)
+            self._update.run()
         self._module.zero_grad()  # also of parameters that the optimizer does not update
         state.counts.micro += count
         self._logger.after_step(state)

@@ -53,7 +53,7 @@ class Checkpoints:
         if self._state.has_begun_step:
             return (
                 "save_checkpoint between the micro-batches of a step, whose gradients a checkpoint does not contain: "
-                "call it after the step() of the last micro-batch"
+                "call it after the step() of the last micro-batch, or after zero_grad()"
             )
         if asynchronous and is_on_disk(self._state.tensors(), self._state.optimizer, module_only=False):
             return (

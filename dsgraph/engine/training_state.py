@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,8 @@ from torch.optim import Optimizer
 
 from dsgraph.checkpoint.model_tensors import ModelTensors
 from dsgraph.checkpoint.step_counts import StepCounts
+from dsgraph.optim.gradient_norm import LocalGradients, gradients_of
+from dsgraph.optim.hooks import hooks_of
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
 from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.ranks.agreement import Agreement
@@ -41,12 +44,14 @@ class TrainingState:
         shared: The ranks that share a model which its own code has made tensor-parallel; None without `mpu`.
         data_place: Number of this rank among the data-parallel ranks, and their number.
         loss_groups: Names of the process groups whose ranks compute losses of their own.
-        boundary: Says whether the running micro-batch is the last one of its step; None: the counts say it.
+        boundary: Says whether the running micro-batch reduces the gradients of its step, for a loop that clips, steps
+            and drops gradients itself, as one for accelerate does; None: the counts say it, and a step drops gradients.
         loss_scale: The factor of the loss.
         counts: Micro-batches and steps so far.
         norm: Global gradient norm of the last step before clipping; None if nothing asked for it.
         was_skipped: True if the last step updated nothing, since gradients were not finite.
         has_begun_step: True if there are gradients of a step that is not over.
+        is_unscaled: True if the gradients have been divided by the loss scale.
     """
 
     module: Any
@@ -65,6 +70,7 @@ class TrainingState:
     norm: float | None = None
     was_skipped: bool = False
     has_begun_step: bool = False
+    is_unscaled: bool = False
 
     def __post_init__(self) -> None:
         self.loss_scale = LossScale.of(self.config.fp16)
@@ -91,6 +97,29 @@ class TrainingState:
 
     def _is_pipeline(self) -> bool:
         return isinstance(self.module, PipelinedModel)
+
+    def gradients(self) -> LocalGradients:
+        """Return this rank's part of the gradients."""
+        shared = self.shared
+        slices: dict[str, Any] = {} if shared is None else {"sliced": shared.sliced, "slicing": shared.group.group_name}
+        return self.module.local_gradients() if self._is_pipeline() else gradients_of(self.partition, **slices)
+
+    def unscale(self, *, max_norm: float = 0.0) -> float:
+        """Divide the gradients by the loss scale, unless that is done, and clip them. All ranks call it together.
+
+        Args:
+            max_norm: The largest norm; 0 disables clipping.
+
+        Returns:
+            The global gradient norm before clipping. NaN after the warm-up of a 1-bit optimizer, when no rank has the
+            averaged gradient: nothing is changed.
+        """
+        if hooks_of(self.optimizer).is_compressing:
+            return math.nan
+        scale = 1.0 if self.is_unscaled else self.loss_scale.scale
+        norm = self.gradients().unscale_and_clip(scale=scale, max_norm=max_norm)
+        self.norm, self.is_unscaled = self.norm if self.is_unscaled else norm, True
+        return norm
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group of parameters."""

@@ -16,6 +16,8 @@ from dsgraph.compat.autograd import has_hooks
 from dsgraph.compat.compiled import is_compiled
 from dsgraph.utils.errors import PartitionError
 
+from .transforms.quantized_weight import is_quantized, scales_of
+
 SENT_DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -47,6 +49,8 @@ def refuse_model(model: object) -> None:
                 "it, before it is wrapped"
             )
         _refuse_embedding(module, where)
+        if getattr(module, "lora_magnitude_vector", None) and scales_of(module.base_layer):
+            raise PartitionError(f"{where} is DoRA of PEFT over a quantized weight: use LoRA, use_dora=False")
 
 
 def _refuse_embedding(module: nn.Module, where: str) -> None:
@@ -81,7 +85,10 @@ def _why_not(param: nn.Parameter) -> str | None:
     if isinstance(param, DTensor):
         return "is a DTensor already (tensor parallelism, FSDP); partitioning on top of another layout is not supported"
     if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
-        return f"is a {type(param).__name__}, a tensor subclass that cannot be split"
+        other = "use a plain tensor, or Linear4bit of bitsandbytes for a quantized weight"
+        return f"is a {type(param).__name__}, a tensor subclass that cannot be split: {other}"
+    if is_quantized(param) and (param.is_meta or not (param.dtype is torch.int8 or vars(param).get("quant_state"))):
+        return "is not quantized yet: move the model to its device first; Linear8bitLt needs has_fp16_weights=False"
     if param.layout is not torch.strided:
         return f"has layout {param.layout}; only strided parameters can be split"
     if param.is_complex():
@@ -132,9 +139,7 @@ def refuse_hidden_references(model: nn.Module, parameters: Mapping[str, nn.Param
 def _contents(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return value.values()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    return (value,)
+    return value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
 
 
 def refuse_early_optimizers(parameters: Iterable[nn.Parameter], *, doing: str) -> None:
@@ -143,15 +148,21 @@ def refuse_early_optimizers(parameters: Iterable[nn.Parameter], *, doing: str) -
     Raises:
         PartitionError: Names the optimizer's class.
     """
-    replaced = {id(param) for param in parameters}
-    for candidate in gc.get_objects():
-        # `type`, not `isinstance`: some objects answer to `__class__` with code of their own.
-        if not issubclass(type(candidate), Optimizer):
-            continue
-        groups = getattr(candidate, "param_groups", ())  # none: the collector is about to delete it
-        held = [param for group in groups for param in group["params"] if id(param) in replaced]
-        if held:
-            raise PartitionError(
-                f"{type(candidate).__name__} was made before {doing} and holds {len(held)} of the model's parameters, "
-                f"which {doing} replaces. Make the optimizer after {doing}, and delete this one."
-            )
+    for optimizer, count in early_optimizers(parameters):
+        raise PartitionError(
+            f"{type(optimizer).__name__} was made before {doing} and holds {count} of the model's parameters, "
+            f"which {doing} replaces. Make the optimizer after {doing}, and delete this one."
+        )
+
+
+def early_optimizers(parameters: Iterable[nn.Parameter]) -> list[tuple[Optimizer, int]]:
+    """Return the existing optimizers that hold some of the parameters, each with their number."""
+    wanted = {id(param) for param in parameters}
+
+    def held(optimizer: Optimizer) -> int:
+        groups = getattr(optimizer, "param_groups", ())  # none: the collector is about to delete it
+        return sum(id(param) in wanted for group in groups for param in group["params"])
+
+    # `type`, not `isinstance`: some objects answer to `__class__` with code of their own.
+    optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+    return [(optimizer, held(optimizer)) for optimizer in optimizers if held(optimizer)]

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import Trainer
 
 from dsgraph.engine.config.auto_values import filled
 from dsgraph.engine.engine import Engine
+from dsgraph.partitioning.state_dict.full_state_dict import full_tensors
 from dsgraph.utils.errors import ConfigError
 
 from .accelerator import DsgraphAccelerator
+from .engine_optimizer import EngineScheduler
 
 _Base: Any = object  # a `Trainer`, once the mix-in is mixed in
 _TAG = "engine"
@@ -64,12 +65,15 @@ class DsgraphMixin(_Base):
         return self.accelerator.engine
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        if self.engine is None:
+        if isinstance(self.model_wrapped, Engine):
+            self.accelerator.prepare(self.model_wrapped)  # training goes on: `free_memory` has released the engine
+        else:
             model = self.accelerator.unwrap_model(self.model)
             sizes = getattr(model, "config", None)
             size = getattr(sizes, "hidden_size", None)
             config = filled(self._given_config, self.args, hidden_size=size, steps=max_steps)
-            self.accelerator.dsgraph_config = config
+            del config["gradient_accumulation_steps"]  # the accelerator has 1: the `Trainer` divides the loss
+            self.accelerator.dsgraph_config = config | {"gradient_clipping": 0}  # the `Trainer` clips
             self._names_optimizer = config.get("optimizer") is not None
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
@@ -82,7 +86,7 @@ class DsgraphMixin(_Base):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the `Trainer`'s own scheduler, unless the configuration names one, which the engine steps."""
         if self.engine is not None and self.engine.lr_scheduler is not None:
-            schedule: Any = _EngineSchedule(self.engine)
+            schedule: Any = EngineScheduler(self.engine.lr_scheduler, [])
             self.lr_scheduler = schedule
             return schedule
         return super().create_scheduler(num_training_steps, optimizer)
@@ -97,7 +101,7 @@ class DsgraphMixin(_Base):
         if self.engine is None:
             super().save_model(output_dir, _internal_call=_internal_call)
             return
-        state_dict = _whole(self.engine.module, keep=self.args.should_save)
+        state_dict = full_tensors(self.engine.module.state_dict(keep_vars=True), keep=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir, state_dict=state_dict)
         if self.args.push_to_hub and not _internal_call:
@@ -106,7 +110,7 @@ class DsgraphMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
         self.engine.save_checkpoint(output_dir, tag=_TAG)
-        if self.args.should_save and not isinstance(self.lr_scheduler, _EngineSchedule):
+        if self.args.should_save and not isinstance(self.lr_scheduler, EngineScheduler):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -114,7 +118,7 @@ class DsgraphMixin(_Base):
             return
         assert self.engine is not None
         self.engine.load_checkpoint(checkpoint, tag=_TAG)
-        if not isinstance(self.lr_scheduler, _EngineSchedule):
+        if not isinstance(self.lr_scheduler, EngineScheduler):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -126,31 +130,3 @@ class DsgraphTrainer(DsgraphMixin, Trainer):
 
     trainer = DsgraphTrainer(model, TrainingArguments(...), train_dataset=data, dsgraph_config="ds.json")
     """
-
-
-class _EngineSchedule:
-    """The schedule that the engine steps, as a `Trainer` reads it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def step(self) -> None:
-        """Do nothing: the engine has stepped the schedule."""
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
-        return self._engine.get_lr()
-
-
-def _whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the state of a partitioned model as full tensors on the CPU if `keep`; tied ones are one tensor."""
-    found: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in made:
-            full = value.detach()
-            full = full.full_tensor() if isinstance(full, DTensor) else full
-            made[id(value)] = full.cpu() if keep else torch.empty(0)
-        if keep:
-            found[name] = made[id(value)]
-    return found

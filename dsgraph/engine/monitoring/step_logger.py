@@ -89,11 +89,11 @@ class StepLogger:
             batch = self._resolved.batch
             self._tokens += tokens_in(args, kwargs) * (batch.step // (batch.micro * batch.micro_batches))
 
-    def take_loss(self, share: Tensor) -> None:
-        """Add the loss of a micro-batch, divided by their number, to that of the step."""
+    def take_loss(self, share: Tensor, *, begins: bool = True) -> None:
+        """Add the loss of a micro-batch, divided by their number, to that of the step, which it may begin."""
         if self._watches:
             share = share.detach().float()
-            self._loss = share if self._loss is None else self._loss + share
+            self._loss = share if begins or self._loss is None else self._loss + share
 
     def _is_due(self, steps: int) -> bool:
         every = self._resolved.config.steps_per_print

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.rows import distributed_like, local_rows
+from dsgraph.partitioning.rows import distributed_like, full_value, local_rows
 from dsgraph.partitioning.state import held_by
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import mesh_ranks
@@ -32,6 +32,10 @@ def take_rows(module: Any, state_dict: dict[str, Any], prefix: str, local_metada
     for attribute, param in module._parameters.items():
         name = prefix + attribute
         full = state_dict.get(name)
+        if (scales := None if param is None else vars(param).get("quant_state")) is not None:
+            stored = [key for key in scales.as_dict(packed=True) if f"{name}.{key}" in state_dict]
+            loaded = {key: state_dict.pop(f"{name}.{key}") for key in stored}  # its layer would not know them
+            vars(scales).update(vars(scales.from_dict(loaded, param.device)) if loaded else {})
         if not isinstance(param, DTensor) or not isinstance(full, Tensor) or isinstance(full, DTensor):
             continue
         if param.is_meta:
@@ -83,7 +87,7 @@ def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
     agreement = Agreement.over(mesh)
     agreement.confirm("save different models", [f"{n}: {list(value.shape)}" for n, value in sharded.items()])
     is_writer = dist.get_rank() == _WRITER
-    full = _gather(sharded, keep=is_writer)
+    full = full_tensors(sharded, keep=is_writer)
     result, failure = None, ""
     if is_writer:
         result, error = _with_full_tensors(model, full, save)
@@ -96,18 +100,18 @@ def save_on_one_rank(model: nn.Module, save: Callable[[], Any]) -> Any:
     return result
 
 
-def _gather(sharded: dict[str, DTensor], *, keep: bool) -> dict[str, Tensor]:
+def full_tensors(values: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """Return full tensors in the host's memory, tied ones once; none if they are not kept.
 
-    All ranks call it together.
+    All ranks call it together, with a result of `state_dict(keep_vars=True)`.
     """
     full: dict[str, Tensor] = {}
     first_names: dict[int, str] = {}
     with torch.no_grad():
-        for name, value in sharded.items():
+        for name, value in values.items():
             first = first_names.setdefault(id(value), name)
             if first == name:
-                gathered = value.full_tensor()
+                gathered = full_value(value)
                 if keep:
                     full[name] = gathered.cpu()
             elif keep:

@@ -256,8 +256,6 @@ def _accelerated(stage: int) -> list[float]:
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-        with pytest.raises(dsgraph.EngineError, match="asked for 1"):
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
         return losses
 
 
@@ -297,13 +295,14 @@ def _resumed(stage: int, place: str) -> None:
             loss = model(**batch)["loss"]
             accelerator.backward(loss)
             optimizer.step()
+            optimizer.zero_grad()
             return loss.item()
 
         step()
         accelerator.save_state(place)
         shapes = {name: value.shape for name, value in accelerator.get_state_dict(model).items()}
         expected = {name: value.shape for name, value in _small().state_dict().items()}
-        assert shapes == (expected if dist.get_rank() == 0 else {})
+        assert shapes == expected
         after = [step(), step()]
         accelerator.load_state(place)
         assert [step(), step()] == after
