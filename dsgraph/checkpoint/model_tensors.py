@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext import resolve_group
-from dsgraph.partitioning.rows import distributed_like, own_part, rows_like, split_dims
+from dsgraph.partitioning.rows import distributed_like, full_value, own_part, rows_like, split_dims
 from dsgraph.partitioning.state import partition_states
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.utils.errors import CheckpointError
@@ -80,7 +80,7 @@ class ModelTensors:
             return value
         if not isinstance(value, DTensor):
             return held.full(value.detach())
-        full = value.full_tensor()  # in a pipeline the slice, gathered over data-parallel ranks
+        full = full_value(value)  # in a pipeline the slice, gathered over data-parallel ranks
         return full if full.shape == self.sizes[name] else held.full(full)
 
     def empty(self, name: str, value: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class ModelTensors:
     def check_state(self, name: str, key: str, value: Tensor) -> None:
         """Check that a checkpoint can store the optimizer's state of a parameter for every layout.
 
-        A tensor of one element, such as a number of steps, is equal on all ranks.
+        A tensor of one element, such as a number of steps, is equal on all ranks, and so is the code of 8-bit state.
 
         Raises:
             CheckpointError: The parameter is split, and the state has another shape: each rank has its own, of which
@@ -112,7 +112,7 @@ class ModelTensors:
         """
         param = self.parameters[name]
         is_local = name in self.slices or (_is_split(param) and not isinstance(value, DTensor))
-        if is_local and value.numel() != 1 and value.shape != param.shape:
+        if is_local and value.numel() != 1 and value.shape != param.shape and not key.startswith("qmap"):
             raise CheckpointError(
                 f"optimizer state {key!r} of {name!r} has shape {list(value.shape)}, and the parameter, which is split "
                 f"over ranks, {list(param.shape)}: use an optimizer whose state has the shape of its parameter"

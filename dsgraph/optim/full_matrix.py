@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from dsgraph.inductor_ext import chunk_rows
-from dsgraph.partitioning.guards import NEED_ALL_ROWS
+from dsgraph.partitioning.guards import needs_all_rows
 from dsgraph.partitioning.rows import own_part, split_dims
 from dsgraph.utils.errors import PartitionError
 
-from .hooks import WrappedOptimizer, evaluated, hooks_of
+from .hooks import WrappedOptimizer, evaluated
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class FullMatrixOptimizer(WrappedOptimizer):
 
 def whole_where_needed(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer itself, or a wrapper if it needs full parameters and holds sharded ones."""
-    if not (isinstance(optimizer, NEED_ALL_ROWS) or hooks_of(optimizer).needs_full_matrices):
+    if not needs_all_rows(optimizer):
         return optimizer
     is_split = any(_group_of(param) is not None for group in optimizer.param_groups for param in group["params"])
     return FullMatrixOptimizer(optimizer) if is_split else optimizer

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from dsgraph.partitioning.rows import scales_like, split_dims
 from dsgraph.utils.errors import OffloadError
 
 from .chunks import has_stepped
@@ -72,7 +73,9 @@ class OptimizerHooks:
             size: The shape of the saved tensor.
             dtype: Its dtype.
         """
-        is_like_rows = self.owns(param) is None and size == param.shape and len(size) > 0
+        if key.startswith("absmax") and split_dims(param):
+            return scales_like(param, dtype)
+        is_like_rows = self.owns(param) is None and size == param.shape and len(size) > 0 and key[:4] != "qmap"
         return torch.empty_like(param, dtype=dtype) if is_like_rows else torch.empty(size, dtype=dtype)
 
     def state_on_disk(self, param: Tensor) -> Mapping[str, Tensor]:

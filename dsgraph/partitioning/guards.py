@@ -6,16 +6,17 @@ and DistributedDataParallel when it wraps the model, before its first collective
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dsgraph.compat.dtensor import LERPS_LISTS_OF_SHARDS, distributed_like
 from dsgraph.inductor_ext import resolve_group
+from dsgraph.partitioning.eager.full_parameter import keep_shard
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.state_dict.saved_rows import mark_rows
 from dsgraph.utils.errors import PartitionError
@@ -30,6 +32,7 @@ from dsgraph.utils.errors import PartitionError
 from .additions import is_plain
 from .parameter import ParameterState, not_taken_in
 from .replicated import confirm_replicated, holds_any, note_replicated
+from .rows import BLOCK, own_part, scales_like, split_dims
 from .state import PartitionState, partition_states
 
 # These compute with a complete matrix or gradient. On shards torch raises an error, or gives other numbers (Muon).
@@ -57,10 +60,14 @@ def guard(state: PartitionState) -> None:
         if not holds_any(optimizer, living):
             return
         for entry in living.parameters:
+            if torch.is_tensor(entry.param) and not isinstance(entry.param, DTensor):
+                raise PartitionError(not_taken_in(entry.name))
             refuse_replaced_data(entry.param, entry.name)
         if optimizer not in checked:
             refuse_optimizer(optimizer, living)
-            _mark_states(optimizer, weak_state)
+            if hasattr(optimizer, "name2qmap"):
+                _step_on_rows(optimizer)
+            _watch_states(optimizer, weak_state)
         _complete_scalar_states(optimizer, living)
         living.before_update(optimizer)  # first: ranks that ran the last backward have already reduced
         living.operations.agree(f"steps {type(optimizer).__name__}")  # before an update from local gradients
@@ -93,11 +100,12 @@ def _hooks_of_ended_models() -> deque[RemovableHandle]:
 
 @cache
 def _watch_registrations() -> None:
-    """Watch each module that is added to another one, from the first partitioned model to the end of the process.
+    """Watch what is added to modules, from the first partitioned model to the end of the process.
 
-    The hook is never removed: Dynamo guards on such hooks, and removing one while a model is compiled is an error.
+    The hooks are never removed: Dynamo guards on such hooks, and removing one while a model is compiled is an error.
     """
-    register_module_module_registration_hook(_refuse_averaging_twice)
+    modules.register_module_module_registration_hook(_refuse_averaging_twice)
+    modules.register_module_parameter_registration_hook(keep_shard)
 
 
 def refuse_optimizer(optimizer: Optimizer, state: PartitionState) -> None:
@@ -109,8 +117,7 @@ def refuse_optimizer(optimizer: Optimizer, state: PartitionState) -> None:
     entries = {id(entry.param): entry for entry in state.parameters}
     for group in optimizer.param_groups:
         held = [entries[id(param)] for param in group["params"] if id(param) in entries]
-        problem = _problem(optimizer, group, held, state) if held else None
-        if problem is not None:
+        if held and (problem := _problem(optimizer, group, held, state)):
             raise PartitionError(f"{type(optimizer).__name__}: {problem}; nothing was updated")
 
 
@@ -127,15 +134,63 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionState) -> None
             raise PartitionError(not_taken_in(name))
 
 
-def _mark_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionState]) -> None:
-    """Prevent a single rank from pickling only its rows of an optimizer's state."""
+def needs_all_rows(optimizer: Optimizer) -> bool:
+    """Return True if an update needs all rows of a parameter, or state that is not split like its rows."""
+    is_of_layers = getattr(getattr(optimizer, "args", None), "max_unorm", 0) > 0  # bitsandbytes, as is the next one
+    is_known = isinstance(optimizer, NEED_ALL_ROWS) or getattr(optimizer, "needs_full_matrices", False)
+    return is_known or is_of_layers or getattr(optimizer, "optimizer_name", "") == "ademamix"
+
+
+def _step_on_rows(optimizer: Any) -> None:
+    """Let an optimizer of bitsandbytes, whose kernels take plain tensors, update this rank's rows of each shard."""
+    for name in ("init_state", "update_step"):
+        setattr(optimizer, name, partial(_on_rows, optimizer, getattr(optimizer, name)))
+    for module, attribute, config in optimizer.mng.module_weight_config_triple:  # it would look for the full parameter
+        optimizer.mng.pid2config[id(module._parameters.get(attribute))] = config
+
+
+def _on_rows(optimizer: Any, method: Callable[..., None], group: Any, param: Any, *indices: int) -> None:
+    """Call a method of an optimizer with the rows of a parameter, whose state is split like it."""
+    state, part, is_split = optimizer.state[param], own_part(param), bool(split_dims(param))
+    rows, own = part.detach(), {key: own_part(value) for key, value in state.items()}
+    own |= {key: own[key].view(-1)[: math.ceil(part.numel() / BLOCK)] for key in own if is_split and key[:3] == "abs"}
+    if state:
+        more = own["state1"].dim() - rows.dim()  # of AdEMAMix 1
+        if own["state1"].shape[more:] != rows.shape or ("absmax1" in own and own["absmax1"].dim() != 1 + more):
+            raise PartitionError(f"{type(optimizer).__name__}: its state was loaded from another stage or world size")
+        rows.grad = own_part(param.grad)
+    else:
+        rows.numel = param.numel  # type: ignore[method-assign]  # by which all ranks choose 8 or 32 bits alike
+    optimizer.state[rows] = own
+    method(group, rows, *indices)
+    if rows.data_ptr() != part.data_ptr():  # it was not contiguous
+        part.copy_(rows)
+    for key, value in optimizer.state.pop(rows).items():
+        if key not in state and is_split and key.startswith(("state", "absmax")):
+            state[key] = distributed_like(param, value) if key[0] == "s" else scales_like(param, value.dtype)
+        elif key not in state or not isinstance(value, Tensor):
+            state[key] = value
+
+
+def _watch_states(optimizer: Optimizer, weak_state: weakref.ref[PartitionState]) -> None:
+    """Prevent a single rank from pickling only its rows of an optimizer's state, and two optimizers from sharing it.
+
+    Loaded state may share the memory of the optimizer that it was read from: torch copies only what is sharded.
+    """
 
     def mark(_: Optimizer, state_dict: dict[str, Any]) -> None:
         living = weak_state()
         if living is not None:
             mark_rows((value for own in state_dict["state"].values() for value in own.values()), living)
 
+    def copy_replicated(loaded: Optimizer) -> None:
+        for own in loaded.state.values():
+            for key, value in own.items():
+                if isinstance(value, Tensor) and not any(p.is_shard() for p in getattr(value, "placements", ())):
+                    own[key] = value.clone()
+
     optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_post_hook(copy_replicated)
 
 
 def _complete_scalar_states(optimizer: Optimizer, state: PartitionState) -> None:
@@ -168,7 +223,7 @@ def _problem(
             f"it would keep the state of {name!r} on the device, but the model was partitioned with "
             f'offload={{"optimizer": "{tier}"}}: use dsgraph.offload_optimizer(optimizer, model) instead'
         )
-    needs_all = isinstance(optimizer, NEED_ALL_ROWS) or getattr(optimizer, "needs_full_matrices", False)
+    needs_all = needs_all_rows(optimizer)
     sliced = next((entry for entry in held if entry.spec.held or getattr(entry.param.grad, "is_slice", False)), None)
     if needs_all and sliced is not None:
         return (
@@ -194,20 +249,17 @@ def _problem(
                 f"torch has no step with {option}=True for the parameters of a partitioned model, such as {name!r}: "
                 f"leave {option}=True out"
             )
-    if isinstance(optimizer, optim.LBFGS):
-        if any(hasattr(entry.param.grad, "dsgraph_no_norm") for entry in held):
-            return f"it computes with all gradients at once, and {name!r} is of one stage of a pipeline: use AdamW"
-        uneven = next((entry for entry in held if not _splits_evenly(entry)), None)
+    if isinstance(optimizer, optim.LBFGS) and any(hasattr(entry.param.grad, "dsgraph_no_norm") for entry in held):
+        return f"it computes with all gradients at once, and {name!r} is of one stage of a pipeline: use AdamW"
+    if isinstance(optimizer, optim.LBFGS) or type(optimizer).__module__.startswith("torchao.optim"):
+        split = [entry for entry in held if entry.spec.group]
+        uneven = next((each for each in split if each.spec.shape[0] % resolve_group(each.spec.group).size()), None)
         if uneven is not None:
             return (
-                f"it flattens gradients, which torch cannot do with {uneven.name!r}, whose {uneven.spec.shape[0]} "
+                f"torch does not support its step on {uneven.name!r}, whose {uneven.spec.shape[0]} "
                 "rows do not divide by the number of ranks: use another optimizer, or partition with stage=0"
             )
     return None
-
-
-def _splits_evenly(entry: ParameterState) -> bool:
-    return not entry.spec.group or entry.spec.shape[0] % resolve_group(entry.spec.group).size() == 0
 
 
 def _refuse_averaging_twice(parent: nn.Module, name: str, model: nn.Module | None) -> None:

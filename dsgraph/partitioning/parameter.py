@@ -27,7 +27,7 @@ TransformT = TypeVar("TransformT", bound=ParameterTransform)
 def not_taken_in(name: str) -> str:
     """Return the error message for a parameter that was added to a partitioned model."""
     return (
-        f"parameter {name!r} was put into the model after dsgraph.partition, and its gradient would not be averaged: "
+        f"parameter {name!r} was put into the model after dsgraph.partition, and is neither sharded nor averaged: "
         "call dsgraph.partition(model) again, which takes in what is new, then give it to the optimizer"
     )
 

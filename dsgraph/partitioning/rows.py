@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +17,9 @@ from dsgraph.passes import AxisRole, ParameterSpec
 from dsgraph.ranks.mesh import axis_roles, shard_dim
 
 from .tensor_slices import slice_placement
+
+BLOCK = 256
+"""Number of elements for which an optimizer's state of 8 bits has one scale."""
 
 
 def placements_for(spec: ParameterSpec, mesh: DeviceMesh, *, is_tensor_parallel: bool) -> list[Placement]:
@@ -88,6 +94,11 @@ def gather_rows(value: DTensor, spec: ParameterSpec, mesh: DeviceMesh) -> Tensor
     return DTensor.from_local(own_part(value), mesh, data, run_check=False, shape=shape, stride=stride).full_tensor()
 
 
+def full_value(tensor: Tensor) -> Tensor:
+    """Return all rows of a tensor, detached. All ranks, which have compared what they do, call it together."""
+    return dtensor.replicated_value(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
 def own_row_count(full: Tensor, mesh: DeviceMesh) -> int:
     """Return the number of this rank's rows of a parameter that is split."""
     return len(range(len(full))[_own_rows(len(full), mesh, shard_dim(mesh))])
@@ -96,6 +107,13 @@ def own_row_count(full: Tensor, mesh: DeviceMesh) -> int:
 def _own_rows(rows: int, mesh: DeviceMesh, dim: int) -> slice:
     most, rank = chunk_rows(rows, mesh.size(dim)), mesh.get_local_rank(dim)
     return slice(rank * most, (rank + 1) * most)
+
+
+def scales_like(param: Any, dtype: torch.dtype) -> Tensor:
+    """Return zeros, a scale for each block of a split parameter: `[ranks, blocks]`, enough for the largest shard."""
+    rows = chunk_rows(len(param), param.device_mesh.size(split_dims(param)[0]))
+    scales = own_part(param).new_zeros(1, math.ceil(rows * math.prod(param.shape[1:]) / BLOCK), dtype=dtype)
+    return DTensor.from_local(scales, param.device_mesh, param.placements, run_check=False)
 
 
 def own_part(tensor: Tensor) -> Tensor:

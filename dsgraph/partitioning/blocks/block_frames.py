@@ -17,6 +17,7 @@ from dsgraph.compat.compiled import allowing_recompiles, compile_again, recompil
 from dsgraph.compat.dynamo import is_set, only_inlined, options_of_calls
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
+from dsgraph.partitioning.transforms.quantized_weight import forward_of
 from dsgraph.passes.analysis.block_memory import AroundBlocks
 from dsgraph.passes.memory.fit import MemoryLimitError
 
@@ -37,10 +38,12 @@ def block_methods(module: nn.Module, blocks: Collection[nn.Module], *, is_root: 
         blocks: The blocks of the model.
         is_root: True if the module is the model.
     """
-    forward = plain_class(module).forward
+    forward = forward_of(plain_class(module))
     if module in blocks:
         return {"forward": _as_frame(forward, len(blocks)), IS_BLOCK: True}
-    return {"forward": _as_root(forward)} if is_root and blocks and not is_of_torch(module) else {}
+    if is_root and blocks and not is_of_torch(module):
+        forward = _as_root(forward)
+    return {} if forward is plain_class(module).forward else {"forward": forward}
 
 
 def define_blocks(model: nn.Module, part: PartitionState) -> None:

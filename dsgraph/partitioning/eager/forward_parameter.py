@@ -42,6 +42,7 @@ class ForwardParameter(Tensor):
     def over(cls, plain: Tensor, source: Source) -> ForwardParameter:
         """Return `plain` with writing methods that reach `source`."""
         self = plain.as_subclass(cls)
+        self.__dict__ = plain.__dict__  # the attributes of a quantized weight
         self.source = source
         return self
 

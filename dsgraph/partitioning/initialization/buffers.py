@@ -12,13 +12,17 @@ from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.partitioning.rows import broadcast_from_first
 from dsgraph.partitioning.state import PartitionState, held_by, hold
+from dsgraph.partitioning.transforms.quantized_weight import scales_of
 
 
 def new_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield the buffers that do not have the first rank's values yet: name, module, name there, buffer."""
+    """Yield the buffers that do not have the first rank's values yet: name, module, name there, buffer.
+
+    The scales of quantized weights are among them.
+    """
     for prefix, module in model.named_modules():
         known = held_by(module).equal_buffers if "_dsgraph" in module.__dict__ else ()
-        for attribute, buffer in module._buffers.items():
+        for attribute, buffer in (module._buffers | scales_of(module)).items():
             if buffer is not None and not buffer.is_meta and attribute not in known:
                 yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer
 
