@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
+from dsgraph.partitioning.rows import full_value
 from dsgraph.ranks.joint_failure import all_or_none
 from dsgraph.utils.errors import CheckpointError
 from dsgraph.utils.weight_paths import weight_paths
@@ -58,7 +58,7 @@ def export(training: Training, folder: Path, *, shard_bytes: int, dtype: torch.d
         mine: dict[str, Tensor] = {}
         for number in range(first, min(first + ranks, len(files.names))):
             for name in files.names[number]:
-                full = _whole(state[name])
+                full = full_value(state[name])
                 if number % ranks == rank:
                     mine[name] = full.to("cpu", dtype_in_file(full.dtype, dtype))
         if mine:
@@ -149,8 +149,3 @@ def _check(wanted: dict[str, Tensor], there: dict[str, Any], names: dict[str, st
         size = there[names[name]].size
         if size != value.shape:
             raise CheckpointError(f"{name!r} is {list(size)} in it and {list(value.shape)} in the model")
-
-
-def _whole(value: Tensor) -> Tensor:
-    with torch.no_grad():
-        return value.full_tensor() if isinstance(value, DTensor) else value.detach()

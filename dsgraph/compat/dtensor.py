@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 LERPS_LISTS_OF_SHARDS = torch.__version__ >= "2.13"
 """`torch._foreach_lerp_` takes shards; the foreach step of Adafactor calls it."""
@@ -67,6 +68,54 @@ def identity_of_parts(param: DTensor) -> tuple[int, int]:
 
 def strided_shard(dim: int, parts: int) -> Placement:
     """Return the placement of a dimension of `parts` equal pieces, each of which is split."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     return _StridedShard(dim, split_factor=parts)
+
+
+class _Watched:
+    """A placement that is equal to a plain one, and calls methods of `operations`: see `watched`.
+
+    Torch has no hook before `DTensor.full_tensor` and `redistribute`, and dispatches a subclass of `DTensor` slowly. It
+    copies the placements of a parameter to its gradient, to detached tensors and to the state of most optimizers, and
+    caches them by layout: of equal layouts, the first decides. Hence nothing here may depend on a model or a rank.
+    """
+
+    plain: Any
+    operations: Any
+
+    @property  # type: ignore[misc]  # torch.save writes the plain placement
+    def __class__(self) -> Any:
+        return type(self.plain)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.operations.pickling_shards()
+        return self.plain.__reduce_ex__(protocol)
+
+    def _to_replicate_tensor(self, local: torch.Tensor, mesh: Any, dim: int, shape: Any) -> torch.Tensor:
+        with self.operations.gathering_shards(shape):
+            return self.plain._to_replicate_tensor(local, mesh, dim, shape)
+
+    def _to_new_shard_dim(self, local: torch.Tensor, mesh: Any, dim: int, shape: Any, to: int) -> torch.Tensor:
+        with self.operations.gathering_shards(shape):
+            return self.plain._to_new_shard_dim(local, mesh, dim, shape, to)
+
+
+_WATCHED: Any = {kind: type(f"_Watched{kind.__name__}", (_Watched, kind), {}) for kind in (Shard, _StridedShard)}
+
+
+def watched(placement: Any, operations: Any) -> Placement:
+    """Return an equal placement that calls methods of `operations`, a replicated one unchanged.
+
+    Args:
+        placement: A placement of a parameter.
+        operations: `gathering_shards(shape)` returns a context for a collective that sends this rank's shard of a
+            tensor. `pickling_shards()` is called when one is pickled.
+    """
+    if type(placement) not in _WATCHED:
+        return placement
+    factor = {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
+    made: Placement = _WATCHED[type(placement)](placement.dim, **factor)
+    made.__dict__.update(plain=placement, operations=operations)
+    return made

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.stateless import _reparametrize_module
 
 from .tensors import keep_hooks
 
 # What runs while a module is being called; its local `self` is the module.
 MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+# What runs while an optimizer steps.
+OPTIMIZER_STEP = torch.optim.Optimizer.profile_hook_step(len).__code__
 
 
 def device_and_dtype(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
@@ -39,6 +43,24 @@ def apply_to_tensors(
     for child in module.children() if recurse else ():
         child._apply(change)
     return module
+
+
+def dtypes_after(module: torch.nn.Module, dtype: torch.dtype) -> dict[int, torch.dtype]:
+    """Return the dtype that `module.to(dtype)` would give each parameter, by id; nothing is changed.
+
+    Empty if each module converts its parameters as torch does. A class may override `_apply` to keep float32.
+    """
+    torchs = (torch.nn.Module._apply, torch.nn.RNNBase._apply)
+    before = [(child, dict(vars(child))) for child in module.modules()]
+    if all(getattr(child._apply, "__func__", None) in torchs for child, _ in before):
+        return {}
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    empty = {name: torch.empty(own.shape, dtype=own.dtype, device="meta") for name, own in tensors.items()}
+    with _reparametrize_module(module, empty, tie_weights=True):  # which puts what the modules hold then into `empty`
+        torch.nn.Module.to(module, dtype)
+    for child, own in before:
+        vars(child).update(own)
+    return {id(tensors[name]): value.dtype for name, value in empty.items()}
 
 
 def save_own_state(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,3 +36,24 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
     options = getattr(group._get_backend(torch.device(device_type)), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else dist.distributed_c10d.default_pg_timeout
+
+
+@cache
+def watch_checkpoints(before: Callable[[str, list[int]], None]) -> None:
+    """Call a function before the main thread calls `save`, `async_save` or `load` of `torch.distributed.checkpoint`.
+
+    It gets the name and the ranks that must call it together. Torch has no hook there other than its log of the calls.
+    """
+    from torch.distributed.checkpoint import logger, save
+
+    def see(record: Any) -> bool:
+        frame: Any = sys._getframe()
+        while frame.f_code is not save.__code__:  # of the decorator that logs all calls
+            frame = frame.f_back
+        call, given = record.msg["func_name"], frame.f_locals["kwargs"]
+        starts = record.msg["event"] == "start" and record.threadName == "MainThread" and dist.is_initialized()
+        if starts and call in ("save", "async_save", "load") and not given.get("no_dist"):
+            before(call, dist.get_process_group_ranks(given.get("process_group") or dist.group.WORLD))
+        return True
+
+    logger._dcp_logger.addFilter(see)

@@ -39,14 +39,14 @@ def read_facts(
         unit: The unit that the graph is part of.
     """
     groups = _marker_groups(gm)
-    sliced = _sliced_inputs(gm)
+    sliced = _sliced(gm, inputs, module)
     axes: dict[str, MeshAxis] = {}
     params: dict[int, ParameterSpec] = {}
     roles = _input_roles(gm, inputs, module, unit)
     known: dict[int, tuple[ParameterState, dict[str, Any]]] = {}
     data_axes: dict[int, tuple[MeshAxis, ...]] = {}
-    roles |= {number: replace(roles[number], slice_group=group) for number, group in sliced.items()}
-    axes |= {group: _tensor_axis(_tensor_mesh(inputs, module, group), group) for group in sliced.values()}
+    roles |= {number: replace(roles[number], slice_group=group) for number, (group, _) in sliced.items()}
+    axes |= {group: _tensor_axis(mesh, group) for group, mesh in sliced.values()}
     for state in _states(inputs, module):
         tier = state_tier(state, device_type=_device_type(inputs))
         known |= {id(entry.param): (entry, tier) for entry in state.parameters}
@@ -94,24 +94,28 @@ def _block_params(
     return found
 
 
-def _sliced_inputs(gm: GraphModule) -> dict[int, str]:
-    """Return input number -> group of the ranks over which a parameter is sliced, for tensor-parallel parameters."""
+def _sliced(gm: GraphModule, inputs: Sequence[Any], module: nn.Module | None) -> dict[int, tuple[str, DeviceMesh]]:
+    """Return input number -> group and mesh of the ranks over which a tensor-parallel parameter is sliced.
+
+    A stage of a pipeline holds its slices as plain tensors, and gathers others: it has none.
+    """
     numbers = {node: number for number, node in enumerate(placeholders(gm))}
-    found: dict[int, str] = {}
+    found: dict[int, tuple[str, DeviceMesh]] = {}
     for node, _, _, group in marked_slices(gm):
         while node not in numbers and node.all_input_nodes:
             node = node.all_input_nodes[0]
-        if node in numbers:
-            found[numbers[node]] = group
+        mesh = _tensor_mesh(inputs, module, group)
+        if node in numbers and mesh is not None:
+            found[numbers[node]] = (group, mesh)
     return found
 
 
-def _tensor_mesh(inputs: Sequence[Any], module: nn.Module | None, group: str) -> DeviceMesh:
+def _tensor_mesh(inputs: Sequence[Any], module: nn.Module | None, group: str) -> DeviceMesh | None:
     """Return a mesh with the ranks that share parameters: that of a partitioned model, or of a parameter."""
     for state in _states(inputs, module):
         if state.tensor_mesh is not None and axis_group(state.tensor_mesh, 0).group_name == group:
             return state.tensor_mesh
-    return next(value.device_mesh for value in inputs if isinstance(value, DTensor))
+    return next((value.device_mesh for value in inputs if isinstance(value, DTensor)), None)
 
 
 def _tensor_axis(mesh: DeviceMesh, group: str) -> MeshAxis:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.compat.autograd import compiled_backwards
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes import AxisRole, CaptureFacts, MeshAxis
-from dsgraph.passes.core.collective_order import name_on_all_ranks
+from dsgraph.passes.core.collective_order import name_on_all_ranks, shape_on_all_ranks
 from dsgraph.passes.ir.collectives import is_collective
 from dsgraph.passes.ir.graph import all_graph_modules, bound_arguments, is_gather_marker, placeholders
 from dsgraph.passes.parallel.slice_walk import marked_slices
@@ -147,7 +147,7 @@ def communication_lines(
             elif is_collective(node):
                 call = bound_arguments(node)
                 group = name_on_all_ranks(call.get("group_name", ""), names)
-                lines.append(f"{node.target} {_shape(node.all_input_nodes[0])} over {group}")
+                lines.append(f"{node.target} {_shape(node)} over {group}")
     return [*lines, *(f"reads {name!r}" for name in parameters.values())]
 
 
@@ -166,5 +166,7 @@ def _describe_marker(node: Node, axis_names: dict[str, str]) -> str:
 
 
 def _shape(node: Node) -> str:
-    value = node.meta.get("val", node.meta.get("example_value"))
-    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else ""
+    """Return the shape of what a collective is given."""
+    given = node.all_input_nodes[0]
+    value = given.meta.get("val", given.meta.get("example_value"))
+    return shape_on_all_ranks(node, value) if isinstance(value, torch.Tensor) else ""

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from dsgraph.compat.modules import apply_to_tensors
 from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
 
 from .parameter import ParameterState
+from .rows import distributed_like, own_part
 from .seam import property_for
 from .stages import ZeroStage
 from .state import PartitionState, hold
@@ -69,7 +70,7 @@ def swap_classes(
         by_name = {attribute: _without_name(entry.spec) for attribute, entry in own.items()}
         if not by_name and not changed:
             continue
-        if by_name and "_dsgraph" not in module.__dict__:
+        if by_name and not hold(module, part).parameters:
             module.register_load_state_dict_pre_hook(take_rows)
         hold(module, part).parameters.update(own)
         key = (original, tuple(by_name.items()), frozenset(changed))
@@ -117,7 +118,7 @@ def _refuse_to_pickle(self: nn.Module, protocol: object) -> NoReturn:
 
 
 def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that a module applies to its parameters.
+    """Return the function that a module applies to its parameters, with a result that keeps their placements.
 
     Refuse `share_memory`, at which torch would crash.
     """
@@ -126,7 +127,12 @@ def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
             f"{type(self).__name__} is part of a partitioned model, whose shards cannot be moved to shared memory: "
             "call model.share_memory() before dsgraph.partition"
         )
-    return change
+
+    def changed(value: Tensor) -> Tensor:
+        made: Tensor = change(value)
+        return made if made is value else distributed_like(value, own_part(made))
+
+    return changed
 
 
 def _copy(

@@ -43,6 +43,7 @@ class PartitionState:
         guard: Registers the checks of a model for its lifetime; a deep copy must register its own.
         parameters: One entry a parameter, in the order of `named_parameters()`; what was added later comes last.
         operations: The operations that its ranks compare.
+        reads: Those of torch on its shards, which have no label: see `watched`.
         copies: Its gathered copies that are under way.
         plan: Its repeated blocks, and the order in which they are gathered.
         phase: Where the step stands.
@@ -69,6 +70,7 @@ class PartitionState:
     parameter_mesh: DeviceMesh = field(init=False)
     parameters: list[ParameterState] = field(default_factory=list)
     operations: ModelOperations = field(init=False)
+    reads: ModelOperations = field(init=False)
     copies: GatheredCopies = field(init=False)
     plan: BlockPlan = field(init=False)
     phase: StepPhase = StepPhase.IDLE
@@ -90,7 +92,7 @@ class PartitionState:
         self.parameter_mesh = self.mesh if tensor is None else crossed_mesh(self.mesh, tensor)
         rows = [axis.group for axis in self.axes if axis.role is AxisRole.SHARD]
         slices = [] if tensor is None else [axis_group(tensor, 0).group_name]
-        self.operations = ModelOperations(self.parameter_mesh, (*rows, *slices))
+        self.operations, self.reads = (ModelOperations(self.parameter_mesh, (*rows, *slices)) for _ in range(2))
         self.copies = GatheredCopies(self.operations)
         self.plan = BlockPlan(self.operations)
         self.reduces_once = self.zero.reduces_once
@@ -102,10 +104,11 @@ class PartitionState:
 
     def distributed(self, local: Tensor, spec: ParameterSpec, *, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
         """Return this rank's part of a parameter as a `DTensor` of the full shape."""
+        placements = placements_for(spec, self.mesh, is_tensor_parallel=self.tensor_mesh is not None)
         return DTensor.from_local(
             local,
             self.parameter_mesh,
-            placements_for(spec, self.mesh, is_tensor_parallel=self.tensor_mesh is not None),
+            self.reads.watched(placements),
             run_check=False,
             shape=shape,
             stride=stride,

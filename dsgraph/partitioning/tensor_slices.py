@@ -21,6 +21,7 @@ from dsgraph.compat.autograd import has_hooks
 from dsgraph.compat.dtensor import strided_shard
 from dsgraph.compat.dynamo import only_inlined
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
 # In the body of a class that was made here: the slices of the parameters that its modules hold, by attribute.
@@ -42,7 +43,7 @@ def sliced_parameter(param: nn.Parameter, held: ParameterSlice, mesh: DeviceMesh
     value = DTensor.from_local(
         held.own(full, mesh.get_local_rank()),
         mesh,
-        [slice_placement(held)],
+        ModelOperations(mesh, (held.group,)).watched([slice_placement(held)]),
         run_check=False,
         shape=full.shape,
         stride=full.stride(),

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh
@@ -52,17 +52,13 @@ _READ_EVERYWHERE = (
     "Reading a parameter is a collective: read it on all ranks, not under `if rank == 0:`. "
     "dict(model.named_parameters())[name] is the rank's own shard, a DTensor, and needs no other rank"
 )
-_SYNCED = (
-    "A rank whose sequences are complete must go on while others generate: call model.generate(..., synced_gpus=True)"
-)
+_SYNCED = "Ranks with complete sequences must go on while others generate: call model.generate(..., synced_gpus=True)"
 _SAME_PARTS = (
     "Every rank must run the same parts of the model, equally often and in the same order. A rank without data for a "
     "part runs it with a batch of zeros. At stages 0 and 1, and only there, ranks may train different parts inside "
     "dsgraph.accumulate, followed by dsgraph.allreduce_gradients"
 )
-_SAVE_EVERYWHERE = (
-    "All ranks must call save_checkpoint and load_checkpoint at the same point, not under `if rank == 0:`"
-)
+_SAVE_EVERYWHERE = "All ranks must save and load checkpoints at the same point, not under `if rank == 0:`"
 _SAME_STEPS = "An optimizer must step on all ranks or on none"
 _SAME_BACKWARDS = (
     "Every backward and every optimizer step must run on all ranks or on none. A rank whose loss must not count runs "
@@ -91,7 +87,7 @@ def patience_of(environ: Mapping[str, str] = os.environ) -> float:
 def is_outside() -> bool:
     """Return True if no module is being called and no backward runs: other ranks may never reach this point."""
     # By name, as Dynamo runs code objects of its own in place of the module's.
-    return running_backward() < 0 and not _is_running(MODULE_CALL.co_name)
+    return running_backward() < 0 and not is_running(MODULE_CALL.co_name)
 
 
 @dataclass(eq=False)
@@ -256,10 +252,17 @@ class _Agreements:
 eager_agreements = _Agreements()
 
 
+def compare_checkpoint(call: str, ranks: list[int]) -> None:
+    """Compare a call of `torch.distributed.checkpoint`, by the ranks that have partitioned models together."""
+    for agreement in sorted(eager_agreements.known(), key=lambda each: each.ranks):
+        if agreement.models and agreement.patience and set(agreement.ranks) <= set(ranks):
+            agreement.confirm(Intent(f"calls torch.distributed.checkpoint.{call}", outside=True), waits=True)
+
+
 def _advice(wrong: str) -> str:
-    if _is_running("generate"):
+    if is_running("generate"):
         return _SYNCED
-    if "_checkpoint" in wrong:
+    if re.search(r"(save|load)_checkpoint|distributed\.checkpoint", wrong):
         return _SAVE_EVERYWHERE
     if "outside a forward" in wrong:
         return _READ_EVERYWHERE
@@ -268,10 +271,11 @@ def _advice(wrong: str) -> str:
     return _SAME_BACKWARDS if "backward" in wrong else _SAME_STEPS
 
 
-def _is_running(function: str) -> bool:
+def is_running(function: str | CodeType) -> bool:
+    """Return True if a function is being called, given by its name or its code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == function:
+        if frame.f_code is function or frame.f_code.co_name == function:
             return True
         frame = frame.f_back
     return False

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dsgraph.utils.errors import OptionError, RanksDisagreeError
 
 from .agreement import Agreement
 
@@ -28,15 +31,16 @@ class EqualBatches:
     These steps cost a checksum of the batch and a message through the store; later steps cost nothing.
     """
 
-    def __init__(self, pipeline: Agreement | None, slicing: Agreement | None) -> None:
+    def __init__(self, pipeline: Agreement | None, slicing: Agreement | None, copies: Agreement | None = None) -> None:
         """Set the ranks that are given equal batches.
 
         Args:
             pipeline: The ranks that hold a model's stages.
             slicing: The tensor-parallel ranks, which also draw equal random numbers.
+            copies: The data-parallel ranks. Their batches may differ; they learn that one was refused.
         """
-        self._agreements = [one for one in (pipeline, slicing) if one is not None and len(one.ranks) > 1]
-        self._slicing = slicing
+        self._agreements = [one for one in (pipeline, slicing, copies) if one is not None and len(one.ranks) > 1]
+        self._slicing, self._copies = slicing, copies
         self._seen: Counter[Hashable] = Counter()
 
     def is_due(self, kind: Hashable) -> bool:
@@ -54,9 +58,24 @@ class EqualBatches:
         Raises:
             RanksDisagreeError: Batches differ; raised on all ranks, with two ranks and the first argument that differs.
         """
-        lines = [str(kind), *_described(values)]
+        lines, refused = [str(kind), *_described(values)], None
         for agreement in self._agreements:
-            agreement.confirm("compute with different batches", lines, advice=_BATCHES)
+            own = [str(refused)] if refused is not None else lines if agreement is not self._copies else []
+            try:  # the ranks of the following agreements wait for this one
+                agreement.confirm("compute with different batches", own, advice=_BATCHES)
+            except RanksDisagreeError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+
+    @contextmanager
+    def refusals(self, kind: Hashable) -> Iterator[None]:
+        """Compare an error of this rank, which refuses its batch, with the batches of the ranks that wait for it."""
+        try:
+            yield
+        except OptionError as error:
+            self.compare(f"{kind}, refused: {error}", {})
+            raise
 
     def compare_random_numbers(self, device: torch.device, state: Tensor, *, samples: bool = False) -> None:
         """Compare the random state with those of the other tensor-parallel ranks. All of them call it.
@@ -71,7 +90,7 @@ class EqualBatches:
         """
         line = f"random numbers of {device.type} with checksum {_digest(state)}"
         for agreement in self._agreements if samples else [self._slicing]:
-            if agreement is not None:
+            if agreement is not None and agreement is not self._copies:
                 what = "Sampling" if samples else "Dropout of a tensor-parallel value"
                 agreement.confirm("draw different random numbers", [line], advice=f"{what} {_SEEDS}")
 

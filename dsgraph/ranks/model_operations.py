@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch.distributed.tensor import DeviceMesh
+import torch
+from torch.distributed.tensor import DeviceMesh, Placement
 
-from .eager_agreement import eager_agreements, is_outside
+from dsgraph.compat.dtensor import replicated_value, watched
+from dsgraph.compat.modules import OPTIMIZER_STEP
+from dsgraph.compat.process_groups import watch_checkpoints
+from dsgraph.passes.compat import detect_fake_mode
+from dsgraph.utils.errors import RanksDisagreeError
+
+from .eager_agreement import compare_checkpoint, eager_agreements, is_outside, is_running
 from .mesh import mesh_ranks, ranks_along
 from .rank_notes import Intent
+
+FULL_TENSORS = (
+    "For a file with full tensors call engine.export, model.save_pretrained or torch.distributed.checkpoint.state_dict."
+    "get_model_state_dict with full_state_dict=True on all ranks, or `dsgraph export` on a checkpoint"
+)
 
 
 @dataclass(eq=False)
@@ -33,6 +46,7 @@ class ModelOperations:
         """Set the label, by the number of models that the same ranks have partitioned. All ranks call it together."""
         agreement = eager_agreements.over(self.mesh, self._ranks)
         agreement.models += 1
+        watch_checkpoints(compare_checkpoint)
         self.label = f" of model {agreement.models}" if agreement.models > 1 else ""
 
     def gathering(self, what: str, *, waits: bool = False, outside: bool | None = None) -> AbstractContextManager[None]:
@@ -57,10 +71,39 @@ class ModelOperations:
         intent = Intent(f"reduces {what}{self.label}", step=self.updates)
         return eager_agreements.over(self.mesh, self._ranks).on(intent)
 
-    def pickling(self) -> AbstractContextManager[None]:
+    def gathering_shards(self, shape: Sequence[int]) -> AbstractContextManager[None]:
+        """Compare before torch gathers the shards of a tensor: a parameter, a gradient or state.
+
+        Callers of `replicated_value` have compared what they do.
+        """
+        if is_running(replicated_value.__code__) or detect_fake_mode() is not None:  # a compiler
+            return nullcontext()
+        outside = is_outside() and not is_running(OPTIMIZER_STEP)  # a step, which is compared, need not wait
+        # Over two dimensions of a mesh, ranks may hold unequal numbers of rows at this point.
+        what = list(shape) if self.mesh.ndim == 1 else f"of {len(shape)} dimensions"
+        what = f"the shards of a tensor {what}, as full_tensor() and redistribute() do"
+        return self.gathering(what, outside=outside)
+
+    def pickling(self) -> None:
         """Compare before this rank pickles its rows, as `torch.save` of a state dict does."""
-        intent = Intent(f"pickles its rows{self.label}", outside=True, step=self.updates)
-        return eager_agreements.over(self.mesh, self._ranks_of_rows).on(intent, waits=True)
+        agreement = eager_agreements.over(self.mesh, self._ranks_of_rows)
+        try:
+            with agreement.on(Intent(f"pickles its rows{self.label}", outside=True, step=self.updates), waits=True):
+                pass
+        except RanksDisagreeError as error:
+            who = str(error).partition(". ")[0]
+            raise RanksDisagreeError(
+                f"torch.save on some ranks would write a part of each parameter: {who}. {FULL_TENSORS}"
+            ) from None
+
+    def pickling_shards(self) -> None:
+        """Do the same for shards outside a state dict. A compiler, which pickles them for its caches, need not."""
+        if is_running(torch.save.__code__):
+            self.pickling()
+
+    def watched(self, placements: Iterable[Placement]) -> list[Placement]:
+        """Return the placements of a parameter, with which torch's collectives over its shards are compared."""
+        return [watched(each, self) for each in placements]
 
     def agree(self, does: str) -> None:
         """Check that all ranks do the same now, between a backward and a forward, and have done the same before.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.passes.ir.coalesced import inputs_of, results_of
-from dsgraph.passes.ir.collectives import collective_group, collectives, is_collective
+from dsgraph.passes.ir.collectives import collective_group, collective_of, collectives, is_collective
 from dsgraph.passes.ir.op_traits import traits
 
 from .context import PassContext
@@ -31,7 +31,7 @@ def collective_lines(gm: GraphModule, ctx: PassContext) -> list[str]:
     for node in collectives(gm):
         value, group = node.meta.get("val"), collective_group(node)
         values = value if isinstance(value, (list, tuple)) else [value]
-        shapes = ", ".join(f"{list(one.shape)} {one.dtype}" for one in values if isinstance(one, Tensor))
+        shapes = ", ".join(shape_on_all_ranks(node, one) for one in values if isinstance(one, Tensor))
         whose = " and".join(filter(None, (_whose(result, gradients, ctx) for result in results_of(node))))
         lines.append(f"{node.target} {shapes} over {name_on_all_ranks(group, names)}{whose}")
     return lines
@@ -48,6 +48,14 @@ def name_on_all_ranks(group: str, names: dict[str, str]) -> str:
         names: Names of the groups so far; the new one is added.
     """
     return names.setdefault(group, f"another group, number {len(names)}")
+
+
+def shape_on_all_ranks(node: Node, value: Tensor) -> str:
+    """Return shape and dtype of a tensor of a collective, without a number of rows that each rank chooses."""
+    found, sizes = collective_of(node), [str(size) for size in value.shape]
+    if found is not None and found.rows_vary:
+        sizes[:1] = ["*"]
+    return f"[{', '.join(sizes)}] {value.dtype}"
 
 
 def describe_order(gm: GraphModule, ctx: PassContext) -> str:

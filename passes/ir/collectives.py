@@ -68,6 +68,7 @@ class Collective:
         alone_on: Backends on which two of them may not run at once.
         coalesces_on: Backends that can start several at once; empty for all on which it runs.
         only_on: The only backend that supports it; empty for all.
+        rows_vary: True if each rank chooses how many rows it sends to each other rank.
         start: Starts one, for measurements: a gather of this rank's rows, any other of all ranks' rows. None if it is
             not measured.
     """
@@ -85,6 +86,7 @@ class Collective:
     alone_on: tuple[str, ...] = ()
     coalesces_on: tuple[str, ...] = ()
     only_on: str = ""
+    rows_vary: bool = False
     start: Start | None = None
 
     @property
@@ -198,6 +200,7 @@ TABLE = CollectiveTable(
         Role.EXCHANGE,
         shares=_others,
         steps=_others,
+        rows_vary=True,
         start=lambda whole, ranks, group: _c10d.all_to_all_single(
             whole, [len(whole) // ranks] * ranks, [len(whole) // ranks] * ranks, group
         ),

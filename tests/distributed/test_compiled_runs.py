@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import dsgraph
@@ -296,3 +297,42 @@ def _step_from_a_part_of_the_gradient() -> list[bool]:
 
 def test_no_parameter_is_updated_from_gradients_that_ranks_have_no_equal_part_in(ranks):
     assert all(map(all, ranks(2).run(_step_from_a_part_of_the_gradient)))
+
+
+class Exchange(nn.Module):
+    """Rows that each rank sends to the others between two layers: `rows[a][b]` from rank `a` to rank `b`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any, rows: Any, width: int = 8) -> Any:
+        to, of = rows[dist.get_rank()], [each[dist.get_rank()] for each in rows]
+        sent = self.before(x)[:, :width]
+        found = funcol.all_to_all_single_autograd(sent, of, to, dist.group.WORLD)
+        return nn.functional.pad(self.after.weight.sum() * torch.tanh(found), (0, 1)).square().sum()
+
+
+def _exchange(stage: int) -> str:
+    rank, rows, gradients = dist.get_rank(), ((1, 3), (2, 4)), []
+    x = torch.randn(sum(rows[rank]), 8, generator=torch.Generator().manual_seed(rank))
+    for number in (None, stage):
+        torch.manual_seed(0)
+        model = Exchange() if number is None else dsgraph.partition(Exchange(), stage=number, keep_whole_below=0)
+        run: Any = model if number is None else torch.compile(model, backend="dsgraph", options=EAGER)
+        for _ in range(2):
+            run(x, rows).backward()
+        gradients.append([value.grad for value in model.parameters()])
+    for plain, mine in zip(*gradients, strict=True):
+        if plain is not None:
+            dist.all_reduce(plain)
+            torch.testing.assert_close(mine.full_tensor(), plain / 2)
+    other = dsgraph.partition(Exchange(), stage=stage, keep_whole_below=0)
+    torch.compiler.reset()
+    return _said(torch.compile(other, backend="dsgraph", options=EAGER), x, rows, 7 - rank)
+
+
+@pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))
+def test_ranks_choose_how_many_rows_they_exchange(ranks, stage):
+    for said in ranks(2).run(_exchange, stage):
+        assert "different collectives" in said

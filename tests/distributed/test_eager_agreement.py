@@ -6,12 +6,15 @@ import copy
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import dsgraph
 
@@ -93,6 +96,61 @@ def test_a_read_on_one_rank_is_told_in_seconds_and_how_to_do_it(ranks, stage, th
         assert other == first
     else:
         assert "ranks [1] did not reach it within 2 s" in first and "DSGRAPH_EAGER_PATIENCE" in first
+
+
+def _calls_of_torch(folder: Path, stage: int) -> tuple[dict[str, Callable[[], Any]], Callable[..., Any]]:
+    model = _partition(stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).backward()
+    optimizer.step()
+    own = dict(model.named_parameters())["a.weight"]
+    calls = {
+        "parameter": own.full_tensor,
+        "gradient": own.grad.full_tensor,
+        "state": optimizer.state[own]["exp_avg"].full_tensor,
+        "result": (own.detach() * 2).full_tensor,
+        "columns": lambda: own.detach().redistribute(placements=[Shard(1)]),
+        "torch.save": lambda: torch.save(own.detach(), folder / f"{dist.get_rank()}.pt"),
+        "dcp.save": lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp"),
+        "dcp.load": lambda: dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "dcp"),
+    }
+    return calls, model
+
+
+def _call_torch_on_one_rank(folder: Path, stage: int, names: tuple[str, ...]) -> dict[str, str]:
+    calls, model = _calls_of_torch(folder, stage)
+    said = {name: _said(calls[name]) for name in names} if dist.get_rank() == 0 else {}
+    dist.barrier()
+    for name in names:
+        calls[name]()
+    model(torch.ones(1, 4)).backward()
+    return said
+
+
+_CALLS = ("parameter", "gradient", "state", "result", "columns", "torch.save", "dcp.save", "dcp.load")
+
+
+@pytest.mark.parametrize("names", (("parameter", "dcp.save"), pytest.param(_CALLS, marks=pytest.mark.full)))
+def test_what_torch_does_on_shards_on_one_rank_is_told(ranks, tmp_path, names):
+    said, _ = ranks(2).run(_with_patience, "1", _call_torch_on_one_rank, tmp_path, 3, names)
+    for name, text in said.items():
+        verb = "pickles its rows" if name == "torch.save" else "gathers the shards of a tensor [4, 4]"
+        assert f"rank 0 calls torch.distributed.checkpoint.{name[4:]}" in text if "dcp" in name else verb in text
+        assert "ranks [1] did not reach it within 1 s" in text
+    assert "All ranks must save and load checkpoints" in said["dcp.save"]
+
+
+def _call_torch_alone(folder: Path) -> None:
+    calls, _ = _calls_of_torch(folder, 0)
+    for name in _CALLS[:6] if dist.get_rank() == 0 else ():
+        calls[name]()
+    if dist.get_rank() == 0:
+        dcp.save({"step": torch.ones(1)}, checkpoint_id=folder / "alone", no_dist=True)
+
+
+@pytest.mark.full
+def test_what_is_replicated_needs_no_other_rank(ranks, tmp_path):
+    ranks(2).run(_call_torch_alone, tmp_path)
 
 
 def _with_patience(seconds: str, function: Callable[..., Any], *args: Any) -> Any:

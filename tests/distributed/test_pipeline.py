@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -306,6 +307,32 @@ def _refusals() -> None:
 
 def test_what_cannot_run_is_refused_before_anything_is_sent(ranks):
     ranks(2).run(_refusals)
+
+
+def _other_batches(pp: int, dp: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (dp, pp), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    copies = {"data_parallel": mesh["dp"]} if dp > 1 else {}
+    piped = dsgraph.pipeline(Logits(), mesh["pp"], (torch.ones(ROWS, 7),), microbatches=2, loss_fn=F.mse_loss, **copies)
+    good, said = torch.ones(2 * ROWS, 7), []
+    for bad in (good[:3], good * 2, None):  # refused by the rank itself, found by comparing, missing
+        x = bad if dist.get_rank() == pp * dp - 1 else good
+        with pytest.raises((RanksDisagreeError, OptionError)) as caught:
+            piped.step(*(() if x is None else (x,)), target=good)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    piped.step(good, target=good)
+    return said
+
+
+@pytest.mark.parametrize("dp", (1, 2))
+def test_a_rank_with_another_batch_in_the_first_step_is_told_on_all(ranks, dp):
+    started = time.perf_counter()
+    answers = ranks(2 * dp).run(_other_batches, 2, dp)
+    for text in (text for said in answers for text in said):
+        assert "RanksDisagreeError" in text and "compute with different batches" in text
+        assert f"and {2 * dp - 1} would" in text
+    assert all("refused" in said[0] and "refused" in said[2] for said in answers[-2:])
+    assert time.perf_counter() - started < 50, "with a time-out of 60 s"
 
 
 def _from_meta(asked: str) -> list[str]:

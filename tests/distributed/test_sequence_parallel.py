@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 import dsgraph
@@ -109,3 +110,39 @@ def _without_slices() -> None:
 
 def test_without_tensor_parallel_operators_strict_refuses_it(ranks):
     ranks(2).run(_without_slices)
+
+
+def _train_experts(kind: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    if kind == "DeepseekV3":
+        heads |= {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16}
+        heads |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        heads |= {"first_k_dense_replace": 1}
+    else:
+        heads |= {"num_experts" if kind == "Qwen3Moe" else "num_local_experts": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, max_position_embeddings=32)
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model.set_experts_implementation("grouped_mm")
+        return model
+
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch, plain = {"input_ids": tokens, "labels": tokens}, build()
+    parts = dsgraph.parallelize(build(), example_kwargs=batch, tp=2, options={"codegen": "eager", **ON})
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, parts)]
+    for _ in range(2):
+        loss = plain(**batch).loss
+        loss.backward()
+        torch.testing.assert_close(parts.step(**batch), loss.detach(), atol=1e-4, rtol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ("Qwen3Moe", "DeepseekV3", "Mixtral"))
+def test_experts_train_as_one_process(ranks, kind):
+    ranks(2).run(_train_experts, kind)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.dtensor import fake_like
+from dsgraph.compat.modules import dtypes_after
 from dsgraph.compat.tensors import new_fake_mode
 from dsgraph.utils.errors import PartitionError
 
@@ -29,8 +30,14 @@ def without_values(model: nn.Module, device: torch.device, *, dtype: torch.dtype
         dtype: Dtype of the copy's floating-point parameters; None: that of the model's.
 
     Raises:
-        PartitionError: The model cannot be copied.
+        PartitionError: The model cannot be copied, or keeps a parameter in another dtype.
     """
+    kept = dtypes_after(model, dtype) if dtype is not None else {}
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and kept.get(id(param), dtype) != dtype:
+            raise PartitionError(
+                f"pipeline: `_apply` keeps {name!r} {kept[id(param)]}: leave param_dtype out, or train without stages"
+            )
     memo: dict[int, Any] = {}
     mode = new_fake_mode()
     for tensor in (*model.parameters(), *model.buffers()):

@@ -160,7 +160,7 @@ def pipeline(
             example, captured.inputs, data_parallel, count=microbatches, loss_inside=loss_fn is None, dtype=param_dtype
         ),
         device=device,
-        equal=EqualBatches(agreement, _slicing_agreement(captured, device)),
+        equal=_equal_batches(agreement, captured, device, data_parallel),
         draws=captured.draws,
         seeds=captured.seeds,
         **saved,
@@ -235,9 +235,11 @@ def _saved(model: nn.Module, captured: CapturedModel) -> dict[str, Any]:
     return {"sizes": dict(sorted(found.items())), "description": describe(model)}
 
 
-def _slicing_agreement(captured: CapturedModel, device: torch.device) -> Agreement | None:
-    """Return the agreement of tensor-parallel ranks; None without tensor parallelism."""
-    return next((Agreement.of(held.group, device.type) for held in captured.slices.values()), None)
+def _equal_batches(
+    agreement: Agreement, captured: CapturedModel, device: torch.device, data_parallel: DeviceMesh | None
+) -> EqualBatches:
+    slicing = next((Agreement.of(held.group, device.type) for held in captured.slices.values()), None)
+    return EqualBatches(agreement, slicing, None if data_parallel is None else _agreement(data_parallel))
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +89,9 @@ class PipelinedModel(StageParameters):
                 `memory_limit` leaves. All ranks raise.
         """
         self._loss.check()
-        leaves = self._arguments.leaves("step", args, kwargs, target)
+        leaves = self._checked("step", self._runs.autocast(), args, kwargs, target)
         count = self.report.microbatches
         stand_in = torch.zeros(count, device=self._device) if target is None else target.to(self._device)
-        self._compare(self._runs.autocast(), {**self._arguments.by_name(leaves), "target": target})
         inputs = self._arguments.inputs(leaves, self._inputs, self._device, seeds=self._seeds)
         run = self._runs.now()
         if self._limits is not None:
@@ -159,11 +159,8 @@ class PipelinedModel(StageParameters):
                 torch's pytrees do not know.
             PassError: It reads parameters in another order than that of training, and cannot be cut.
         """
-        leaves = self._arguments.leaves("evaluate", args, kwargs, target, needs_loss=not return_outputs)
-        self._compare(
-            f"evaluation, {self._runs.autocast()}",
-            {**self._arguments.by_name(leaves), "target": target},
-        )
+        kind = f"evaluation, {self._runs.autocast()}"
+        leaves = self._checked("evaluate", kind, args, kwargs, target, needs_loss=not return_outputs)
         if return_outputs not in self._evaluations:
             self._evaluations[return_outputs] = self._make_evaluation(returns_outputs=return_outputs)
         with self._gradients.evaluating():
@@ -196,7 +193,8 @@ class PipelinedModel(StageParameters):
             RanksDisagreeError: Ranks of the pipeline were given different arguments, or would sample with different
                 random numbers.
         """
-        draws = self._generation.check(input_ids, arguments)
+        with self._equal.refusals("generate"):
+            draws = self._generation.check(input_ids, arguments)
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         plain = {name: value for name, value in arguments.items() if isinstance(value, (int, float, str))}
         self._equal.compare(f"generate with {sorted(plain.items())}", {"input_ids": input_ids, **tensors})
@@ -226,12 +224,23 @@ class PipelinedModel(StageParameters):
         dist.broadcast(logits, group=self._gradients.pipeline, group_src=source)
         return logits
 
-    def _compare(self, kind: str, given: Mapping[str, Any]) -> None:
-        """Compare the batches of ranks that need equal ones, in the first steps of a kind."""
-        if self._equal.is_due(kind):
-            self._equal.compare(kind, given)
+    def _checked(self, call: str, kind: str, *given: Any, needs_loss: bool = True) -> list[Any]:
+        """Return the leaves of the arguments of a call, which are compared in the first steps of a kind.
+
+        Args:
+            call: The method that was called.
+            kind: Key of the steps that are counted together.
+            *given: Its positional and named arguments, and its target.
+            needs_loss: False if the target may be left out.
+        """
+        is_due = self._equal.is_due(kind)
+        with self._equal.refusals(kind) if is_due else nullcontext():
+            leaves = self._arguments.leaves(call, *given, needs_loss=needs_loss)
+        if is_due:
+            self._equal.compare(kind, {**self._arguments.by_name(leaves), "target": given[-1]})
             for device in dict.fromkeys((torch.device("cpu"), self._device)) if self._draws else ():  # seeds, the rest
                 self._equal.compare_random_numbers(device, random_state(device))
+        return leaves
 
     def measured_bubble(self) -> float:
         """Return the share of the last step's time in which the pipeline's ranks waited or sent instead of computing.

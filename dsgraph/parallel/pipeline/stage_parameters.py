@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dsgraph.checkpoint.model_tensors import ModelTensors, copy_into
 from dsgraph.checkpoint.model_training import ModelTraining
 from dsgraph.compat.process_groups import group_timeout
 from dsgraph.optim.gradient_norm import LocalGradients
+from dsgraph.partitioning.rows import full_value
 from dsgraph.ranks.agreement import Agreement
 
 from .pipeline_report import PipelineReport
@@ -80,9 +80,7 @@ class StageParameters:
         """
         tensors = self.checkpoint_tensors()
         full = {name: tensors.full(name, value.detach()) for name, value in self.named_parameters()}
-        return {
-            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in full.items()
-        }
+        return {name: full_value(value).clone() for name, value in full.items()}
 
     def save_checkpoint(
         self,

@@ -60,7 +60,7 @@ class StageGradient(Tensor):
         return copy.deepcopy(self.as_subclass(Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 @dataclass

@@ -19,33 +19,21 @@ from torch.distributed.tensor import DTensor
 from dsgraph.compat.modules import save_own_state
 from dsgraph.partitioning.rows import split_dims
 from dsgraph.partitioning.state import PartitionState, held_by
-from dsgraph.utils.errors import PartitionError, RanksDisagreeError
+from dsgraph.partitioning.transforms.quantized_weight import scales_of
+from dsgraph.ranks.model_operations import FULL_TENSORS, ModelOperations
+from dsgraph.utils.errors import PartitionError
 
 _marks: weakref.WeakKeyDictionary[PartitionState, SavedRows] = weakref.WeakKeyDictionary()
-_WHOLE = (
-    "For a file with full tensors call engine.export, model.save_pretrained or "
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True on all ranks, or "
-    "`dsgraph export` on a checkpoint"
-)
 
 
 class SavedRows:
     """A mark of the shards of one model, which is pickled with them, once per file."""
 
-    def __init__(self, partition: PartitionState) -> None:
-        self._partition = weakref.ref(partition)
+    def __init__(self, operations: ModelOperations) -> None:
+        self._operations = operations
 
     def __reduce__(self) -> tuple[Any, ...]:
-        partition = self._partition()
-        if partition is not None:
-            try:
-                with partition.operations.pickling():
-                    pass
-            except RanksDisagreeError as error:
-                who = str(error).partition(". ")[0]
-                raise RanksDisagreeError(
-                    f"torch.save on some ranks would write a part of each parameter: {who}. {_WHOLE}"
-                ) from None
+        self._operations.pickling()
         return rows_of_rank, (dist.get_rank(), dist.get_world_size())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedRows:
@@ -64,7 +52,7 @@ def rows_of_rank(rank: int, world: int) -> None:
     found = "a process without a process group" if here is None else f"rank {here[0]} of {here[1]}"
     raise PartitionError(
         f"the file holds rank {rank}'s rows of a partitioned model, saved by torch.save on {world} ranks, and {found} "
-        f"loads it: each rank loads its own file. {_WHOLE}"
+        f"loads it: each rank loads its own file. {FULL_TENSORS}"
     )
 
 
@@ -75,8 +63,11 @@ def save_rows(
     original: type[nn.Module], module: nn.Module, state_dict: dict[str, Any], prefix: str, keep_vars: bool
 ) -> None:
     """Save a module's own parameters as class `original` does, and mark the shards among them."""
+    # A layer with scales reads its weight. One of its plain class gets the shard, and nothing is gathered.
+    saved = object.__new__(original) if scales_of(module) else module
+    vars(saved).update(vars(module))
     with torch.inference_mode(False):  # a `DTensor` cannot be detached in inference mode
-        save_own_state(original, module, state_dict, prefix, keep_vars)
+        save_own_state(original, saved, state_dict, prefix, keep_vars)
     partition = held_by(module).partition
     values = [state_dict.get(prefix + attribute) for attribute in module._parameters]
     mark_rows(values, partition)
@@ -88,7 +79,7 @@ def save_rows(
 
 def mark_rows(values: Iterable[object], partition: PartitionState) -> None:
     """Mark the shards among some values: the parameters of a model or the state of its optimizer."""
-    mark = _marks.setdefault(partition, SavedRows(partition))
+    mark = _marks.setdefault(partition, SavedRows(partition.operations))
     for value in values:
         if isinstance(value, DTensor) and split_dims(value):
             value.dsgraph_rows = mark  # type: ignore[attr-defined]

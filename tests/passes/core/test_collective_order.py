@@ -87,3 +87,13 @@ def test_the_runner_notes_the_order_after_each_pass_that_may_change_it():
     unverified = Runner(Pipeline(passes), verify=False)
     unverified.run(gm, _context())
     assert len(unverified.orders) == 3
+
+
+def test_rows_that_a_rank_chooses_are_not_compared():
+    def lines(splits, rows, width):
+        def send(x):
+            return torch.ops._c10d_functional.all_to_all_single(x * 2, [2, 2], splits, "0")
+
+        return collective_lines(trace(send, torch.randn(rows, width)), _context())
+
+    assert lines([1, 3], 4, 4) == lines([3, 2], 5, 4) != lines([1, 3], 4, 5)
