@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh
 
+from dsgraph.compat.modules import dtypes_after
 from dsgraph.passes import AxisRole, ParameterSpec
 from dsgraph.passes.ir.parameter_slice import ParameterSlice
 from dsgraph.ranks.agreement import Agreement
@@ -37,6 +38,7 @@ from .state import PartitionState, partition_states
 from .state_dict.pretrained import methods_for
 from .tensor_slices import take_slices, tensor_mesh
 from .transforms.offloaded import give_places, read_offload, refuse_other_devices
+from .transforms.quantized_weight import keep_quantized
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -73,6 +75,7 @@ def partition(
         stage: ZeRO stage; None: 3. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds
             gradients up locally, and so does stage 2 with `reduce_once=True`. 3: shards, gathered around each use.
         param_dtype: Dtype in which the forward sees floating-point parameters; shards keep theirs. None: the shard's.
+            A parameter that `model.to(param_dtype)` gives another one, because a class overrides `_apply`, gets that.
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
             always do.
@@ -195,15 +198,19 @@ def _apply(additions: Additions, part: PartitionState) -> list[ParameterState]:
         part.forget(entry, module, attribute)
     for entry, place in additions.tied:
         entry.owners.append(place)
-    owners, entries = _owners(model), []
+    owners, entries, cast = _owners(model), [], part.arguments.param_dtype
+    kept = dtypes_after(model, cast) if cast is not None else {}
     for name, param in additions.parameters.items():
         held = additions.slices.get(id(param))
         reason = _why_replicated(param, part, held)
-        spec = _spec_for(name, param, part, held, whole=bool(reason))
+        spec = _spec_for(name, param, part, held, whole=bool(reason), seen=kept.get(id(param), cast))
         entries.append(ParameterState(spec, owners[param], part.zero, reason))
+        keep_quantized(entries[-1], param)
     give_places(entries, part)
     for entry, param in zip(entries, additions.parameters.values(), strict=True):
-        _replace(entry, _shard(param, entry, part))
+        shard = _shard(param, entry, part)
+        for module, attribute in entry.owners:
+            module._parameters[attribute] = shard
     equalise_buffers(model, part)
     swap_classes(model, part, [*part.parameters, *entries], partial(_methods, blocks=blocks, root=model))
     if part.arguments.param_dtype is not None and part.arguments.cast_forward_inputs:
@@ -249,7 +256,7 @@ def _why_replicated(param: nn.Parameter, part: PartitionState, held: ParameterSl
 
 
 def _spec_for(
-    name: str, param: nn.Parameter, part: PartitionState, held: ParameterSlice | None, *, whole: bool
+    name: str, param: Tensor, part: PartitionState, held: ParameterSlice | None, whole: bool, seen: torch.dtype | None
 ) -> ParameterSpec:
     split_over = [axis.group for axis in part.axes if axis.role is AxisRole.SHARD and not whole]
     floating, arguments = param.is_floating_point(), part.arguments
@@ -261,7 +268,7 @@ def _spec_for(
         param.dtype,
         split_over[0] if split_over else "",
         param.requires_grad,
-        param_dtype=arguments.param_dtype if floating and arguments.param_dtype != param.dtype else None,
+        param_dtype=seen if floating and seen != param.dtype else None,
         reduce_dtype=arguments.reduce_dtype if floating else None,
         outer_groups=tuple(axis.group for axis in part.axes if axis.group not in split_over),
         held=held,
@@ -271,9 +278,8 @@ def _spec_for(
 def _shard(param: nn.Parameter, entry: ParameterState, part: PartitionState) -> nn.Parameter:
     full, spec, mesh = param.detach().contiguous(), entry.spec, part.mesh
     if not full.is_meta:
-        if (
-            part.parameter_mesh.size() > 1 or full.is_inference()
-        ):  # keep the user's values, in case a later parameter fails
+        # Keep the user's values, in case a later parameter fails.
+        if part.parameter_mesh.size() > 1 or full.is_inference():
             full = full.clone()
         broadcast_from_first(full, mesh if spec.held is not None else part.parameter_mesh)
     local = local_rows(full, spec, mesh)
@@ -284,13 +290,9 @@ def _shard(param: nn.Parameter, entry: ParameterState, part: PartitionState) -> 
     value = part.distributed(local, spec, shape=shape, stride=torch.empty(shape, device="meta").stride())
     shard = nn.Parameter(value, requires_grad=param.requires_grad)
     shard.__dict__.update(param.__dict__)  # what users and libraries note on parameters, such as `no_decay`
+    shard.__dict__.pop("CB", None)  # the full weight, on one of bitsandbytes
     forget_memory(shard)
     for transform in transforms:
         transform.attach(shard)  # type: ignore[arg-type]
     refuse_replaced_data(shard, "")
     return shard
-
-
-def _replace(entry: ParameterState, shard: nn.Parameter) -> None:
-    for module, attribute in entry.owners:
-        module._parameters[attribute] = shard

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import dsgraph
 from tests.distributed.training import full
@@ -49,3 +50,35 @@ def _train(stage: int, codegen: str | None, reduce_name: str | None) -> None:
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_bf16_matches_casting_by_hand(ranks, stage, codegen, reduce_name):
     ranks(2).run(_train, stage, codegen, reduce_name)
+
+
+class _InFloat32(nn.Linear):
+    """A router, say: `model.to(torch.bfloat16)` leaves its weight in float32, and casts its bias."""
+
+    def _apply(self, fn, recurse=True):
+        kept = self.weight.data
+        super()._apply(fn, recurse)
+        self.weight.data = kept
+        return self
+
+
+class _Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.router = nn.Linear(8, 8), _InFloat32(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.layer(x).float(), self.router.weight, self.router.bias.float()).sum()
+
+
+@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("stage", (0, 3))
+def test_modules_keep_the_dtype_that_they_keep_without_dsgraph(one_rank, stage, codegen):
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
+    expected = _Routed().to(torch.bfloat16)(x)
+    model = dsgraph.partition(_Routed(), stage=stage, keep_whole_below=0, param_dtype=torch.bfloat16)
+    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    assert torch.equal(runs(x), expected)
+    seen = [part.dtype for part in (model.router.weight, model.router.bias, model.layer.weight)]
+    assert seen == [torch.float32, torch.bfloat16, torch.bfloat16]

@@ -215,7 +215,7 @@ def _resume_scalar(stage: int) -> None:
         first = dsgraph.partition(_Scaled(), stage=stage, keep_whole_below=0)
         mine = make(first.parameters())
         _step(first, mine, 0)
-        saved = copy.deepcopy(get_optimizer_state_dict(first, mine, options=options))  # it may share memory
+        saved = get_optimizer_state_dict(first, mine, options=options)  # it shares memory with `mine`
         second = dsgraph.partition(_Scaled(), stage=stage, keep_whole_below=0)
         second.load_state_dict({key: full(value) for key, value in first.state_dict().items()})
         theirs = make(second.parameters())

@@ -276,6 +276,12 @@ def _resize(stage: int, tied: bool) -> None:
     with pytest.raises(dsgraph.PartitionError, match="SGD was made before resize_token_embeddings and holds"):
         model.resize_token_embeddings(14)
     assert model.get_input_embeddings().weight.shape == (11, 8), "nothing was changed"
+    before = list(model.parameters())
+    model.tie_weights()  # as they are already, or not at all
+    assert [*map(id, model.parameters())] == [*map(id, before)]
+    if not tied:
+        with pytest.raises(dsgraph.PartitionError, match=r"cannot be registered in a module \(Linear, as 'weight'\)"):
+            model.lm_head.weight = model.get_input_embeddings().weight
     del early
     for each, seed in ((alone, 1), (model, 1 + dist.get_rank())):
         torch.manual_seed(seed)

@@ -143,3 +143,66 @@ def _initialise(stages: tuple[int, ...]) -> None:
 
 def test_weights_are_initialised_anew(ranks):
     ranks(2).run(_initialise, (0, 1, 3))
+
+
+def _drop_layers(stage: int, codegen: str | None) -> None:
+    import transformers as tf
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
+    convolutions = {"conv_dim": (4, 4), "conv_kernel": (4, 4), "conv_stride": (4, 4), "num_feat_extract_layers": 2}
+    rest = {"vocab_size": 7, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+    none = dict.fromkeys(("hidden_dropout", "attention_dropout", "feat_proj_dropout", "activation_dropout"), 0.0)
+    models = []
+    for layerdrop in (0.0, 0.5):
+        torch.manual_seed(0)
+        config = tf.Wav2Vec2Config(**sizes, **convolutions, **rest, **none, layerdrop=layerdrop, final_dropout=0.0)
+        models.append(tf.Wav2Vec2Model(config).train())
+    alone, model = models
+    sharded = dsgraph.partition(model, stage=stage, keep_whole_below=0)
+    runs = sharded if codegen is None else torch.compile(sharded, backend="dsgraph", options={"codegen": codegen})
+    torch.manual_seed(dist.get_rank())  # each rank would drop other layers
+    sounds = torch.randn(2, 2, 256, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        expected = alone(sounds[dist.get_rank()]).last_hidden_state
+        torch.testing.assert_close(runs(sounds[dist.get_rank()]).last_hidden_state, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "codegen"),
+    [(3, None), *(pytest.param(*way, marks=pytest.mark.full) for way in ((0, "eager"), (1, None), (3, "eager")))],
+)
+def test_models_that_drop_layers_run_all_of_them(ranks, stage, codegen):
+    ranks(2).run(_drop_layers, stage, codegen)
+
+
+def _adapt_experts(stage: int, codegen: str | None) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = get_peft_model(_build("mixtral"), LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]))
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param)
+        return model
+
+    alone, model = build(), dsgraph.partition(build(), stage=stage, keep_whole_below=0)
+    runs = model if codegen is None else torch.compile(model, backend="dsgraph", options={"codegen": codegen})
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(2):
+        runs(**_batch("mixtral", step, 0)).loss.backward()
+        alone(**_batch("mixtral", step, 0)).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = dict(alone.named_parameters())
+    for key, mine in model.named_parameters():
+        _check(full(mine), trained[key], f"parameter {key}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codegen", (None, "eager"))
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_adapters_of_banks_of_experts(ranks, stage, codegen):
+    pytest.importorskip("peft")
+    ranks(2).run(_adapt_experts, stage, codegen)

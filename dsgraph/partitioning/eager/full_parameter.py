@@ -19,8 +19,6 @@ from dsgraph.utils.errors import PartitionError
 from .full_tensor import FullTensor, plain_of
 from .source import Source
 
-_REGISTERS_PARAMETERS = nn.Module.register_parameter.__code__
-_GIVES_PARAMETERS = nn.Module.get_parameter.__code__
 _TAKES_PARAMETERS = inspect.unwrap(Optimizer.add_param_group).__code__
 
 
@@ -31,14 +29,11 @@ class FullParameter(FullTensor):
 
     @property
     def _is_param(self) -> bool:  # type: ignore[override]
-        """True if `isinstance` accepts it as a parameter: `get_parameter` may return it; registering it fails."""
-        asking = sys._getframe(2).f_code
-        if asking is _REGISTERS_PARAMETERS:
-            raise PartitionError(
-                f"{self.source.name} cannot be registered in a module, under this name or another: "
-                "torch.nn.utils.prune and what ties parameters come before dsgraph.partition"
-            )
-        return asking is _GIVES_PARAMETERS
+        """True if `isinstance` accepts it as a parameter: `get_parameter` may return it; see `keep_shard` as well."""
+        asking = sys._getframe(2)
+        if asking.f_code is nn.Module.__setattr__.__code__:
+            return asking.f_locals["name"] in asking.f_locals["self"]._parameters
+        return asking.f_code in (nn.Module.register_parameter.__code__, nn.Module.get_parameter.__code__)
 
     @classmethod
     def over(cls, plain: Tensor, source: Source) -> FullTensor:
@@ -146,3 +141,21 @@ class FullParameter(FullTensor):
             f"{what.format(self.source.name)}: take the parameter itself, from model.parameters() or "
             "dict(model.named_parameters())"
         )
+
+
+def keep_shard(module: Any, name: str, param: object) -> Any:
+    """Let a module keep its shard when it is assigned the parameter that it holds, as by transformers' `tie_weights`.
+
+    Torch calls it when a parameter is registered.
+
+    Raises:
+        PartitionError: The module does not hold that parameter under this name.
+    """
+    if type(param) is not FullParameter:
+        return None
+    if module._parameters.get(name) is not param.source.shards:
+        raise PartitionError(
+            f"{param.source.name} cannot be registered in a module ({type(module).__name__}, as {name!r}): "
+            "torch.nn.utils.prune and what ties parameters come before dsgraph.partition"
+        )
+    return param.source.shards

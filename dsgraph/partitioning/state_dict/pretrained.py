@@ -1,18 +1,20 @@
-"""Methods of transformers' models that use all of their parameters: save, resize, generate."""
+"""Methods of transformers' models that use all of their parameters (save, resize, generate), and of PEFT's adapters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.refusals import refuse_early_optimizers
+from dsgraph.partitioning.rows import full_value
 from dsgraph.partitioning.state import PartitionState, held_by
+from dsgraph.partitioning.transforms.parameter_transform import ParameterTransform
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.utils.errors import PartitionError
 
@@ -24,14 +26,21 @@ TakeIn = Callable[[nn.Module], object]
 def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, Any]:
     """Return the methods of a partitioned module that replace those of class `original`.
 
-    These are `save_pretrained`, `resize_token_embeddings` and `generate`. Of a model that was made from a partitioned
-    one's class, as by `type(model).from_pretrained(folder)`, and is not partitioned, they call those of `original`.
+    These are `save_pretrained`, `resize_token_embeddings`, `generate`, and `_activate_lora` of PEFT. Of a model that
+    was made from a partitioned one's class, as by `type(model).from_pretrained(folder)`, and is not partitioned, they
+    call those of `original`.
+
+    A forward with layer drop that asks transformers whether all ranks must run the same layers, by its check for FSDP,
+    is told so, and runs all layers.
 
     Args:
         original: The class.
         take_in: Partitions what is new in a partitioned model.
     """
     methods: dict[str, Any] = {}
+    code = getattr(inspect.unwrap(original.forward), "__code__", None)
+    if "is_fsdp_managed_module" in getattr(code, "co_names", ()):
+        methods["_is_fsdp_managed_module"] = True
     saves = getattr(original, "save_pretrained", None)
     if callable(saves):
         methods["save_pretrained"] = _saving(saves)
@@ -41,6 +50,8 @@ def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, A
     generates = getattr(original, "generate", None)
     if callable(generates) and "synced_gpus" in inspect.signature(generates).parameters:
         methods["generate"] = _generating(generates)
+    if activates := getattr(original, "_activate_lora", None):
+        methods["_activate_lora"] = _activating(activates)
     return methods
 
 
@@ -77,6 +88,38 @@ def _generating(generates: Callable[..., Any]) -> Callable[..., Any]:
         return generates(*call.args, **call.kwargs)
 
     return generate_on_all_ranks
+
+
+class _Adapted(ParameterTransform):
+    """The sum of a parameter and its adapters, in place of the parameter while its module runs."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def after_gather(self, full: Tensor) -> Tensor:
+        """Return the sum."""
+        return self.total
+
+
+def _activating(activates: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the adapters of PEFT's `target_parameters` after the gather; PEFT's parametrization would move the shard."""
+
+    @contextmanager
+    def _activate_lora(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        held = getattr(self.get_base_layer(), "_dsgraph", None)
+        entry = held and held.parameters.get(self.parameter_name)
+        if entry is None:
+            with activates(self, active_adapters):
+                yield
+            return
+        deltas = (self.get_delta_weight(adapter) for adapter in active_adapters if adapter in self.lora_A)
+        before, entry.transforms = entry.transforms, (*entry.transforms, _Adapted(sum(deltas, self.get_param())))
+        try:
+            yield
+        finally:
+            entry.transforms = before
+
+    return _activate_lora
 
 
 def _resizing(resizes: Callable[..., Any], take_in: TakeIn) -> Callable[..., Any]:
@@ -120,9 +163,7 @@ def _refuse(entries: list[ParameterState], part: PartitionState) -> None:
 def _make_whole(entries: list[ParameterState]) -> None:
     """Replace shards by full parameters. All ranks call it together."""
     for entry in entries:
-        with torch.no_grad():
-            full = entry.param.full_tensor().clone()
-        whole = nn.Parameter(full, requires_grad=entry.param.requires_grad)
+        whole = nn.Parameter(full_value(entry.param).clone(), requires_grad=entry.param.requires_grad)
         whole.__dict__.update(entry.param.__dict__)
         for module, attribute in entry.owners:
             module._parameters[attribute] = whole
