@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from dsgraph.partitioning.blocks.live_bytes import tensors
 from dsgraph.passes.analysis.cost import flop_formula
 from dsgraph.passes.compat import (
     HigherOrderOperator,
@@ -65,7 +66,7 @@ def module_flops(gm: GraphModule, inputs: Sequence[Any]) -> ModuleFlops:
     counting = _Counting()
     with on_fakes(inputs) as fakes, counting:
         outputs = _Running(gm, counting).run(*fakes)
-        wanted = [out for out in _tensors(outputs) if out.requires_grad]
+        wanted = [out for out in tensors(outputs) if out.requires_grad]
         wanted = [out for out in wanted if out.dim() == 0] or wanted
         leaves = [value for value in fakes if isinstance(value, Tensor) and value.requires_grad]
         if wanted and leaves:
@@ -141,11 +142,3 @@ def _modules_of(node: Node) -> Modules:
     """Return the modules of a node. Dynamo names them by their `id`, and adds a number if one is called again."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(int(number) for key in stack if (number := str(key).partition("@")[0]).isdigit())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

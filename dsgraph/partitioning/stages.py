@@ -58,38 +58,17 @@ class ZeroStage:
         return self.may_reduce_once if reduce_once else self.may_reduce_in_every_backward
 
 
+_LIFETIMES = (CopyLifetime.NONE, CopyLifetime.ALWAYS, CopyLifetime.ALWAYS, CopyLifetime.USE)
+
 STAGES: Mapping[int, ZeroStage] = MappingProxyType(
     {
-        stage.number: stage
-        for stage in (
-            ZeroStage(
-                number=0,
-                splits_parameters=False,
-                copy_lifetime=CopyLifetime.NONE,
-                may_reduce_once=True,
-                may_reduce_in_every_backward=False,
-            ),
-            ZeroStage(
-                number=1,
-                splits_parameters=True,
-                copy_lifetime=CopyLifetime.ALWAYS,
-                may_reduce_once=True,
-                may_reduce_in_every_backward=False,
-            ),
-            ZeroStage(
-                number=2,
-                splits_parameters=True,
-                copy_lifetime=CopyLifetime.ALWAYS,
-                may_reduce_once=True,
-                may_reduce_in_every_backward=True,
-            ),
-            ZeroStage(
-                number=3,
-                splits_parameters=True,
-                copy_lifetime=CopyLifetime.USE,
-                may_reduce_once=False,
-                may_reduce_in_every_backward=True,
-            ),
+        number: ZeroStage(
+            number,
+            splits_parameters=number >= 1,
+            copy_lifetime=lifetime,
+            may_reduce_once=number <= 2,
+            may_reduce_in_every_backward=number >= 2,
         )
+        for number, lifetime in enumerate(_LIFETIMES)
     }
 )

@@ -181,20 +181,10 @@ def rows_of(full: Tensor, shard_shape: Sequence[int], ranks: Ranks) -> Tensor:
 
 
 def _fake(
-    grad: Tensor,
-    shard_shape: Sequence[int],
-    momentum: Tensor,
-    worker_error: Tensor,
-    owner_error: Tensor,
-    coefficients: Tensor,
-    accumulated_grad: Tensor | None = None,
-    *,
-    group: str,
-    splits_rows: bool,
+    grad: Tensor, shard_shape: Sequence[int], momentum: Tensor, *errors: Tensor, splits_rows: bool, **_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    empty = torch.empty_like
-    full = empty(momentum) if splits_rows else momentum.new_empty(0)
-    return momentum.new_empty(shard_shape), full, empty(worker_error), empty(owner_error)
+    full = torch.empty_like(momentum) if splits_rows else momentum.new_empty(0)
+    return momentum.new_empty(shard_shape), full, torch.empty_like(errors[0]), torch.empty_like(errors[1])
 
 
 @define_op(fake=_fake)

@@ -156,16 +156,7 @@ def reduce_grad(
 
 
 @reduce_grad.register_fake
-def _(
-    grad: Tensor,
-    shard_shape: Sequence[int],
-    accumulated_grad: Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    group: str,
-    outer_groups: Sequence[str],
-) -> Tensor:
+def _(grad: Tensor, shard_shape: Sequence[int], *_: object, dtype: torch.dtype, **__: object) -> Tensor:
     return grad.new_empty(shard_shape, dtype=dtype)
 
 

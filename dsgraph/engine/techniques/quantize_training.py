@@ -147,9 +147,8 @@ class QuantizedTraining:
         """Return the line that is printed about quantization."""
         bits, schedule = self._config.quantize_bits, self._config.quantize_schedule
         return (
-            f"quantize_training: {len(self._weights)} weights of linear layers, {bits.start_bits} to "
-            f"{bits.target_bits} bits, from step {schedule.schedule_offset} on; norms, embeddings and "
-            "what is tied to them stay"
+            f"quantize_training: {len(self._weights)} weights of linear layers, {bits.start_bits} to {bits.target_bits}"
+            f" bits, from step {schedule.schedule_offset} on; norms, embeddings and what is tied to them stay"
         )
 
     def bits(self) -> dict[str, int]:

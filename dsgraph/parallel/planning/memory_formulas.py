@@ -64,6 +64,12 @@ LOGITS = _bytes(
     source=f"{RECOMPUTATION}, section 4.3",
 )
 
+
+def _with_vocabulary(stage: str) -> Formula:
+    own = stage_layers * LAYER_PARAMS.symbol + vocab * hidden
+    return Formula("stage_params", own, "", f"parameters of {stage}", COUNTING)
+
+
 # Bytes of a stage: as publications count them, and for the two stages that can need the most.
 EVEN = (
     Formula("stage_layers", layers / pp, "", "layers of a stage, in an even split", COUNTING),
@@ -73,25 +79,13 @@ EVEN = (
 )
 FIRST = (
     Formula("stage_layers", ceiling(layers / pp), "", "layers of the first stage, if it is the largest", COUNTING),
-    Formula(
-        "stage_params",
-        stage_layers * LAYER_PARAMS.symbol + vocab * hidden,
-        "",
-        "parameters of the first stage, which has the embeddings",
-        COUNTING,
-    ),
+    _with_vocabulary("the first stage, which has the embeddings"),
     IN_FLIGHT,
     LOGITS,
 )
 LAST = (
     Formula("stage_layers", floor(layers / pp), "", "layers of the last stage, if it is the smallest", COUNTING),
-    Formula(
-        "stage_params",
-        stage_layers * LAYER_PARAMS.symbol + vocab * hidden,
-        "",
-        "parameters of the last stage, which has the head, as large as the embeddings",
-        COUNTING,
-    ),
+    _with_vocabulary("the last stage, which has the head, as large as the embeddings"),
     Formula("in_flight", Integer(1), "", "micro-batches in flight on the last stage", f"{MEGATRON}, section 2.2"),
     _bytes("logits", _LOGITS, what="head and loss", source=f"{RECOMPUTATION}, section 4.3"),
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -54,3 +56,19 @@ class Command:
     run: Callable[[argparse.Namespace], Answer]
     takes_rest: bool = False
     script_ends_options: bool = False
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make the folder that is given to an option, unless it is there.
+
+    Raises:
+        CommandError: It cannot be written to.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"{option} {folder} is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{option} {folder} cannot be made ({error.strerror}); give another folder") from None
+    if not os.access(folder, os.W_OK):
+        raise CommandError(f"{option} {folder} cannot be written to; give another folder")

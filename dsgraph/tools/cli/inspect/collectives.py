@@ -73,8 +73,7 @@ def _describe(name: str, graph: GraphRecord, timeline: Timeline) -> str:
     return (
         f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent per rank; predicted "
         f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait"
-        f"{_queue(timeline)}\n"
-        f"{listing}\n"
+        f"{_queue(timeline)}\n{listing}\n"
         f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
         f"{_moves(timeline)}"
     )

@@ -177,11 +177,8 @@ def _explanation(item: LayoutPlan) -> str:
             lines.append(f"formulas: {of}\n")
         formula = step.formula
         lines.append(
-            f"{formula.name}: {formula.what}\n"
-            f"  = {step.symbolic}\n"
-            f"  = {step.with_values}\n"
-            f"  = {_value(step.value, formula.unit)}\n"
-            f"  source: {formula.source}\n"
+            f"{formula.name}: {formula.what}\n  = {step.symbolic}\n  = {step.with_values}\n"
+            f"  = {_value(step.value, formula.unit)}\n  source: {formula.source}\n"
         )
     return "\n".join(lines).rstrip()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 from dsgraph.launch.processes import describe_exit
 from dsgraph.launch.script import add_script_arguments, find_script, rank_count, run_script
-from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.tools.cli.command import Answer, Command, CommandError, make_folder
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.render import bytes_text
 from dsgraph.tools.dumping.units import spelled
@@ -146,14 +145,7 @@ def _make_room(out: Path, *, overwrite: bool) -> list[Path]:
     Raises:
         CommandError: It cannot be written to, or it contains older kernels that may not be overwritten, or other files.
     """
-    if out.exists() and not out.is_dir():
-        raise CommandError(f"--out {out} is a file; give a folder")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"--out {out} cannot be made ({error.strerror}); give another folder") from None
-    if not os.access(out, os.W_OK):
-        raise CommandError(f"--out {out} cannot be written to; give another folder")
+    make_folder("--out", out)
     files = [path for path in sorted(out.rglob("*")) if not path.is_dir() or path.is_symlink()]
     for path in files:
         name = path.relative_to(out).as_posix()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from dsgraph.launch.processes import describe_exit
 from dsgraph.launch.script import add_arguments, find_script, run_script
-from dsgraph.tools.cli.command import Answer, Command, CommandError
+from dsgraph.tools.cli.command import Answer, Command, CommandError, make_folder
 from dsgraph.tools.cli.inspect.ls import list_dump
 from dsgraph.tools.dumping.contents import rank_folders, remove_compiles, stranger
 
@@ -65,14 +64,7 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
     Raises:
         CommandError: It contains an older dump that may not be overwritten, or other files, which never may.
     """
-    if folder.exists() and not folder.is_dir():
-        raise CommandError(f"--dump {folder} is a file; give a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"--dump {folder} cannot be made ({error.strerror}); give another folder") from None
-    if not os.access(folder, os.W_OK):
-        raise CommandError(f"--dump {folder} cannot be written to; give another folder")
+    make_folder("--dump", folder)
     if not any(folder.iterdir()):
         return
     strange = stranger(folder)
