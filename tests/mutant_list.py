@@ -293,6 +293,21 @@ SHARDING = (
         killers=("tests/distributed/test_eager_agreement.py",),
     ),
     Mutant(
+        *("shards-gathered-unseen", "dsgraph/partitioning/state.py", "missing check"),
+        *("PartitionState.distributed", "self.reads.watched(placements)", "placements"),
+        killers=("tests/distributed/test_eager_agreement.py::test_what_torch_does_on_shards_on_one_rank_is_told",),
+    ),
+    Mutant(
+        *("checkpoints-of-one-rank", "dsgraph/ranks/eager_agreement.py", "missing check"),
+        *("compare_checkpoint", "agreement.models and", "not agreement.models and"),
+        killers=("tests/distributed/test_eager_agreement.py::test_what_torch_does_on_shards_on_one_rank_is_told",),
+    ),
+    Mutant(
+        *("chosen-rows-compared", "passes/core/collective_order.py", "wrong branch"),
+        *("shape_on_all_ranks", "found.rows_vary", "not found.rows_vary"),
+        killers=("tests/passes/core/test_collective_order.py",),
+    ),
+    Mutant(
         *("runs-compared-without-names", "dsgraph/ranks/rank_notes.py", "missing check"),
         *("Intent.of_graph", "_digest(parameters)", '""'),
         killers=("tests/distributed/test_compiled_runs.py",),
@@ -854,6 +869,31 @@ COMPILER = (
         killers=(f"{_ANALYSIS}/test_cost.py",),
     ),
     Mutant(
+        *("loaded-states-share-memory", "dsgraph/partitioning/guards.py", "missing copy"),
+        *("_watch_states", "value.clone()", "value"),
+        killers=("tests/distributed/test_saving.py::test_the_state_of_a_parameter_without_dimensions_is_loaded",),
+    ),
+    Mutant(
+        *("kept-dtypes-cast", "dsgraph/partitioning/partition.py", "missing check"),
+        *("_apply", "kept.get(id(param), cast)", "cast"),
+        killers=("tests/distributed/test_mixed_precision.py",),
+    ),
+    Mutant(
+        *("layers-dropped-by-each-rank", "dsgraph/partitioning/state_dict/pretrained.py", "missing step"),
+        *("methods_for", 'methods["_is_fsdp_managed_module"] = True', "pass"),
+        killers=("tests/distributed/test_transformers.py::test_models_that_drop_layers_run_all_of_them",),
+    ),
+    Mutant(
+        *("tied-again-to-a-copy", "dsgraph/partitioning/eager/full_parameter.py", "missing step"),
+        *("keep_shard", "return param.source.shards", "return None"),
+        killers=("tests/distributed/test_surgery.py::test_token_embeddings_are_resized",),
+    ),
+    Mutant(
+        *("comments-are-keys", "dsgraph/engine/config/read_config.py", "missing check"),
+        *("_renewed", 'if not str(key).startswith("_")', "if True"),
+        killers=("tests/engine/config/test_read_config.py",),
+    ),
+    Mutant(
         *("trees-measured-as-rings", "dsgraph/compiler/costs/agreed.py", "wrong scale"),
         *("KnownCosts._links", "measured.ranks, trees=table.trees", "measured.ranks"),
         killers=("tests/compiler/costs/test_agreed.py",),
@@ -1025,7 +1065,7 @@ ENGINE = (
     ),
     Mutant(
         *("norm-of-the-warm-up-goes-on", "dsgraph/engine/optimizer_step.py", "missing step"),
-        *("OptimizerStep._prepare", "state.norm = None", ""),
+        *("OptimizerStep._prepare", "if state.is_unscaled else None", ""),
         killers=("tests/optim/test_one_bit.py::test_after_the_warm_up_there_is_no_norm_of_gradients",),
     ),
     Mutant(
@@ -1059,6 +1099,16 @@ ENGINE = (
         *("engine-counts-replicated-twice", "dsgraph/optim/gradient_norm.py", "wrong scale"),
         *("LocalGradients.norm", "squares[0] +", "2 * squares[0] +"),
         killers=("tests/engine/test_engine.py",),
+    ),
+    Mutant(
+        *("loop-gets-no-gradients-back", "dsgraph/engine/optimizer_step.py", "missing check"),
+        *("OptimizerStep.run", "state.boundary is None", "True"),
+        killers=("tests/engine/integrations/test_accelerator.py",),
+    ),
+    Mutant(
+        *("loop-unscales-twice", "dsgraph/engine/training_state.py", "wrong scale"),
+        *("TrainingState.unscale", "1.0 if self.is_unscaled else", ""),
+        killers=("tests/engine/integrations/test_accelerator.py",),
     ),
     Mutant(
         *("engine-sums-micro-batches", "dsgraph/engine/micro_batches.py", "wrong scale"),
@@ -1107,7 +1157,7 @@ ENGINE = (
     ),
     Mutant(
         *("shows-the-last-loss", "dsgraph/engine/monitoring/step_logger.py", "unsummed gradient"),
-        *("StepLogger.take_loss", "if self._loss is None else self._loss + share", ""),
+        *("StepLogger.take_loss", "if begins or self._loss is None else self._loss + share", ""),
         killers=("tests/engine/monitoring/test_step_logger.py",),
     ),
     Mutant(
@@ -1721,6 +1771,13 @@ PARALLEL = (
         *("EqualBatches.is_due", "<= CHECKED_STEPS", "< 1"),
         killers=(
             "tests/distributed/test_tensor_parallel.py::test_ranks_that_are_given_other_batches_or_seeds_are_named",
+        ),
+    ),
+    Mutant(
+        *("refused-batches-untold", "dsgraph/ranks/equal_batches.py", "missing step"),
+        *("EqualBatches.refusals", 'self.compare(f"{kind}, refused: {error}", {})', "pass"),
+        killers=(
+            "tests/distributed/test_pipeline.py::test_a_rank_with_another_batch_in_the_first_step_is_told_on_all",
         ),
     ),
     Mutant(
