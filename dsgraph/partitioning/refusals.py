@@ -164,5 +164,5 @@ def early_optimizers(parameters: Iterable[nn.Parameter]) -> list[tuple[Optimizer
         return sum(id(param) in wanted for group in groups for param in group["params"])
 
     # `type`, not `isinstance`: some objects answer to `__class__` with code of their own.
-    optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-    return [(optimizer, held(optimizer)) for optimizer in optimizers if held(optimizer)]
+    optimizers = (found for found in gc.get_objects() if issubclass(type(found), Optimizer))
+    return [(optimizer, count) for optimizer in optimizers if (count := held(optimizer))]

@@ -160,6 +160,7 @@ def _drop_layers(stage: int, codegen: str | None) -> None:
     alone, model = models
     sharded = dsgraph.partition(model, stage=stage, keep_whole_below=0)
     runs = sharded if codegen is None else torch.compile(sharded, backend="dsgraph", options={"codegen": codegen})
+    assert "layerdrop has no effect" in str(dsgraph.report(sharded)) and "layerdrop" not in str(dsgraph.report(alone))
     torch.manual_seed(dist.get_rank())  # each rank would drop other layers
     sounds = torch.randn(2, 2, 256, generator=torch.Generator().manual_seed(1))
     for _ in range(3):

@@ -26,9 +26,8 @@ TakeIn = Callable[[nn.Module], object]
 def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, Any]:
     """Return the methods of a partitioned module that replace those of class `original`.
 
-    These are `save_pretrained`, `resize_token_embeddings`, `generate`, and `_activate_lora` of PEFT. Of a model that
-    was made from a partitioned one's class, as by `type(model).from_pretrained(folder)`, and is not partitioned, they
-    call those of `original`.
+    These are `save_pretrained`, `resize_token_embeddings`, `generate`, and `_activate_lora` of PEFT. They call those of
+    `original` for a model that is not partitioned, such as one of `type(model).from_pretrained(folder)`.
 
     A forward with layer drop that asks transformers whether all ranks must run the same layers, by its check for FSDP,
     is told so, and runs all layers.

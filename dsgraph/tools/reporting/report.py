@@ -124,9 +124,10 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
         parts.append(f"{len(records)} graph{'s' * (len(records) != 1)} compiled{also}")
     parts += dict.fromkeys(filter(None, (_on_blocks(state, records) for state in states)))
     parts += dict.fromkeys(filter(None, map(nothing_moved, states)))
-    parts += [
-        f"{len(state.ignored)} parameters are each rank's own (ignored_params)" for state in states if state.ignored
-    ]
+    parts += [f"{len(each.ignored)} parameters are each rank's own (ignored_params)" for each in states if each.ignored]
+    modules = [module for state in states for module in state.root.modules()]
+    if any(hasattr(each, "_is_fsdp_managed_module") and getattr(each.config, "layerdrop", 0) for each in modules):
+        parts.append("layerdrop has no effect: all layers run, since ranks must run alike")
     return "; ".join(parts)
 
 

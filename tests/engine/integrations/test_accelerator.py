@@ -207,28 +207,27 @@ def skipped(run: Run) -> Any:
     return accelerator
 
 
+def train(run: Run, accelerator: Any, model: Any, optimizer: Any, numbers: range) -> None:
+    for number in numbers:
+        loss = model(batch(number)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.note(loss)
+
+
 def two_phases(run: Run) -> Any:
     """The head alone first; then everything, prepared anew after `free_memory`."""
     accelerator = run.make()
     inner = net()
     inner[0].requires_grad_(False)
     model, optimizer = accelerator.prepare(inner, adamw(inner))
-    for number in range(3):
-        loss = model(batch(number)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.note(loss)
+    train(run, accelerator, model, optimizer, range(3))
     inner = accelerator.unwrap_model(model)
     model, optimizer = accelerator.free_memory(model, optimizer)
     inner.requires_grad_(True)
     model, optimizer = accelerator.prepare(inner, adamw(inner))
-    for number in range(3, 6):
-        loss = model(batch(number)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.note(loss)
+    train(run, accelerator, model, optimizer, range(3, 6))
     run.models.append(model)
     return accelerator
 
@@ -251,12 +250,7 @@ def prepared_apart(run: Run) -> Any:
     optimizer = adamw(model)
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
-    for number in range(4):
-        loss = model(batch(number)).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        run.note(loss)
+    train(run, accelerator, model, optimizer, range(4))
     run.models.append(model)
     return accelerator
 
