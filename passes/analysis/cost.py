@@ -7,7 +7,7 @@ bytes are sympy expressions over the symbols of the graph; `sizes.hint` evaluate
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from dsgraph.passes.ir.graph import aliased_arguments, mutates_arguments
 from dsgraph.passes.ir.mesh_axis import MeshAxis
 
 from .hardware import TIERS, Device, Link, LinkTable, default_links, device_and_tiers
-from .sizes import Size, expression_of, number_of, size_hints, tensor_bytes
+from .sizes import UNKNOWN_SIZE, Size, expression_of, hint, number_of, tensor_bytes
 
 aten = torch.ops.aten
 
@@ -47,10 +47,16 @@ def flops(node: Node) -> Size:
         return 0
     result = node.meta.get("val")
     args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
-    if size_hints((result, *(argument.meta.get("val") for argument in node.all_input_nodes))):
+
+    def count(of: Callable[[Any], Any]) -> Size:
         # torch's formulas compare sizes: done with symbolic sizes, that would put guards on the graph.
-        args, kwargs, result = _as_expressions((args, kwargs, result), of_shapes=hasattr(formula, "__wrapped__"))
-    return expression_of(formula(*args, **kwargs, out_val=result))
+        given, named, out = _with_sizes((args, kwargs, result), of, of_shapes=hasattr(formula, "__wrapped__"))
+        return expression_of(formula(*given, **named, out_val=out))
+
+    try:
+        return count(expression_of)
+    except AssertionError:  # a guard makes sizes equal whose expressions differ
+        return count(lambda size: hint(size, unknown=UNKNOWN_SIZE) if isinstance(size, torch.SymInt) else size)
 
 
 def flop_formula(target: Any) -> Any:
@@ -69,16 +75,19 @@ _SAME_FORMULA = {
 }
 
 
-def _as_expressions(value: Any, *, of_shapes: bool) -> Any:
-    """Return `value` with shapes in place of tensors, or objects with a shape if a formula needs tensors."""
+def _with_sizes(value: Any, of: Callable[[Any], Any], *, of_shapes: bool) -> Any:
+    """Return `value` with shapes in place of tensors, or objects with a shape if a formula needs tensors.
+
+    `of` returns an expression or a number for each symbolic size, and anything else unchanged.
+    """
     if isinstance(value, Tensor):
-        shape = tuple(map(expression_of, value.shape))
+        shape = tuple(map(of, value.shape))
         return shape if of_shapes else SimpleNamespace(shape=shape)
     if isinstance(value, (tuple, list)):
-        return tuple(_as_expressions(item, of_shapes=of_shapes) for item in value)
+        return tuple(_with_sizes(item, of, of_shapes=of_shapes) for item in value)
     if isinstance(value, Mapping):
-        return {key: _as_expressions(item, of_shapes=of_shapes) for key, item in value.items()}
-    return expression_of(value)
+        return {key: _with_sizes(item, of, of_shapes=of_shapes) for key, item in value.items()}
+    return of(value)
 
 
 def moved_bytes(node: Node) -> Size:

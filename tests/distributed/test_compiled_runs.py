@@ -314,13 +314,13 @@ class Exchange(nn.Module):
 
 
 def _exchange(stage: int) -> str:
-    rank, rows, gradients = dist.get_rank(), ((1, 3), (2, 4)), []
-    x = torch.randn(sum(rows[rank]), 8, generator=torch.Generator().manual_seed(rank))
+    rank, steps, gradients = dist.get_rank(), (((1, 3), (2, 4)), ((0, 2), (5, 1))), []
+    given = [(torch.randn(sum(rows[rank]), 8, generator=torch.Generator().manual_seed(rank)), rows) for rows in steps]
     for number in (None, stage):
         torch.manual_seed(0)
         model = Exchange() if number is None else dsgraph.partition(Exchange(), stage=number, keep_whole_below=0)
         run: Any = model if number is None else torch.compile(model, backend="dsgraph", options=EAGER)
-        for _ in range(2):
+        for x, rows in given:
             run(x, rows).backward()
         gradients.append([value.grad for value in model.parameters()])
     for plain, mine in zip(*gradients, strict=True):
@@ -329,7 +329,7 @@ def _exchange(stage: int) -> str:
             torch.testing.assert_close(mine.full_tensor(), plain / 2)
     other = dsgraph.partition(Exchange(), stage=stage, keep_whole_below=0)
     torch.compiler.reset()
-    return _said(torch.compile(other, backend="dsgraph", options=EAGER), x, rows, 7 - rank)
+    return _said(torch.compile(other, backend="dsgraph", options=EAGER), *given[0], 7 - rank)
 
 
 @pytest.mark.parametrize("stage", (pytest.param(1, marks=pytest.mark.full), 3))

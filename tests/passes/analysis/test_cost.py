@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import CostModel, flops, moved_bytes, sent_bytes
 from dsgraph.passes.analysis.hardware import DEVICES, LINKS, PRODUCTS, TIERS, Device, Link, LinkTable, product_of
-from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint, size_hints, tensor_bytes
+from dsgraph.passes.analysis.sizes import UNKNOWN_SIZE, hint, number_of, size_hints, tensor_bytes
 from dsgraph.passes.ir.collectives import collectives
 from tests.passes.tracing import GLOO, OUTER, trace
 
@@ -66,6 +66,13 @@ def test_flops_of_symbolic_sizes_put_no_guard_on_the_graph():
     assert isinstance(found, sympy.Expr)
     assert hint(found, size_hints([n.meta["val"] for n in product.all_input_nodes])) == 2 * 6 * 10 * 7
     assert len(shapes.guards) == guards
+
+
+def test_flops_of_sizes_that_are_equal_by_a_guard():
+    parts = [torch.randn(rows, 6) for rows in (2, 4, 3, 3)]
+    gm = symbolic(lambda a, b, c, d: torch.cat([a, b]).t() @ torch.cat([c, d]), *parts)
+    product = node(gm, "mm")
+    assert number_of(product, flops(product)) == 2 * 6 * 6 * 6
 
 
 @pytest.mark.parametrize("traced", [trace, symbolic])

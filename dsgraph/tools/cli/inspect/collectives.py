@@ -177,9 +177,7 @@ def _data(name: GraphName, graph: GraphRecord, timeline: Timeline, runs: int) ->
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     add_graphs_argument(parser)
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw computation and communication over time to a file: .svg or .png"
-    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw what runs over time: .svg or .png")
 
 
 COMMAND = Command(

@@ -119,9 +119,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     add_graphs_argument(parser)
     add_most_argument(parser, "number of lines of the model to list", 12)
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw live bytes over the program to a file: .svg or .png"
-    )
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw live bytes over the program: .svg or .png")
 
 
 COMMAND = Command(
