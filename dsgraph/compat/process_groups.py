@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,11 +43,13 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta:
 def watch_checkpoints(before: Callable[[str, list[int]], None]) -> None:
     """Call a function before the main thread calls `save`, `async_save` or `load` of `torch.distributed.checkpoint`.
 
-    It gets the name and the ranks that must call it together. Torch has no hook there other than its log of the calls.
+    It gets the name and the ranks that must call it together. Torch has no hook there other than its log of the calls,
+    which is named here: importing the package takes longer than partitioning a model.
     """
-    from torch.distributed.checkpoint import logger, save
 
     def see(record: Any) -> bool:
+        from torch.distributed.checkpoint import save
+
         frame: Any = sys._getframe()
         while frame.f_code is not save.__code__:  # of the decorator that logs all calls
             frame = frame.f_back
@@ -56,4 +59,4 @@ def watch_checkpoints(before: Callable[[str, list[int]], None]) -> None:
             before(call, dist.get_process_group_ranks(given.get("process_group") or dist.group.WORLD))
         return True
 
-    logger._dcp_logger.addFilter(see)
+    logging.getLogger("c10d-NullHandler-dcp_logger").addFilter(see)
