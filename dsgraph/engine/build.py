@@ -215,6 +215,8 @@ def build_model(resolved: Resolved) -> BuiltModel:
     model = given.model
     if ranks.has_stages:
         return _build_parallel_model(resolved)
+    if any(part.ignored for part in partition_states(model)):
+        raise ConfigError("initialize: an engine would not clip the ignored_params of this model: write your own loop")
     binding = Binding(model, given.model_parameters)
     if given.optimizer is None:
         check_float32(settings, binding.named(model))

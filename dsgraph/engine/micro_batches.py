@@ -92,9 +92,7 @@ class MicroBatches:
             raise EngineError("backward: the loss has no graph: run engine(...) with gradients enabled")
         state = self._state
         if state.is_unscaled and state.loss_scale.scale != 1:
-            raise EngineError(
-                "backward: fp16 gradients were clipped before: clip after the last one, or call zero_grad()"
-            )
+            raise EngineError("backward: fp16 gradients were clipped: clip after a step's last, or call zero_grad()")
         share = loss / state.resolved.batch.micro_batches if scale_wrt_gas else loss
         self._logger.take_loss(share, begins=not state.has_begun_step)
         try:
@@ -160,7 +158,7 @@ class MicroBatches:
     def train_batch(self, data: Iterator[Any], engine: StepCalls) -> Tensor:
         """Run all micro-batches of a step. Return the mean of their losses on this rank."""
         if self._state.boundary is not None:
-            raise EngineError("train_batch: the loop of an accelerator calls backward and optimizer.step itself")
+            raise EngineError("train_batch: the loop of an accelerator calls backward and step: write such a loop")
         count = self._state.resolved.batch.micro_batches
         total = torch.zeros((), device=self._state.partition.parameters[0].param.device)
         for number in range(count):

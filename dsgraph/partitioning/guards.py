@@ -1,7 +1,8 @@
-"""Checks of a partitioned model: optimizers that cannot step on shards, and gradients that are averaged twice.
+"""Checks of a partitioned model and its optimizers, and what lets optimizers of bitsandbytes step on shards.
 
-Neither is known when the model is partitioned. Torch's public hooks report both in time: an optimizer before its step,
-and DistributedDataParallel when it wraps the model, before its first collective.
+An optimizer, or DistributedDataParallel around the model, is not known when the model is partitioned. Torch's public
+hooks report both in time: an optimizer before its step, and DistributedDataParallel when it wraps the model, before its
+first collective.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def refuse_added_parameters(optimizer: Optimizer, state: PartitionState) -> None
 
 def needs_all_rows(optimizer: Optimizer) -> bool:
     """Return True if an update needs all rows of a parameter, or state that is not split like its rows."""
-    is_of_layers = getattr(getattr(optimizer, "args", None), "max_unorm", 0) > 0  # bitsandbytes, as is the next one
+    is_of_layers = getattr(getattr(optimizer, "args", None), "max_unorm", 0) > 0  # LAMB and LARS of bitsandbytes
     is_known = isinstance(optimizer, NEED_ALL_ROWS) or getattr(optimizer, "needs_full_matrices", False)
     return is_known or is_of_layers or getattr(optimizer, "optimizer_name", "") == "ademamix"
 
@@ -155,9 +156,9 @@ def _on_rows(optimizer: Any, method: Callable[..., None], group: Any, param: Any
     rows, own = part.detach(), {key: own_part(value) for key, value in state.items()}
     own |= {key: own[key].view(-1)[: math.ceil(part.numel() / BLOCK)] for key in own if is_split and key[:3] == "abs"}
     if state:
-        more = own["state1"].dim() - rows.dim()  # of AdEMAMix 1
+        more = own["state1"].dim() - rows.dim()  # 1 for AdEMAMix: two momenta
         if own["state1"].shape[more:] != rows.shape or ("absmax1" in own and own["absmax1"].dim() != 1 + more):
-            raise PartitionError(f"{type(optimizer).__name__}: its state was loaded from another stage or world size")
+            raise PartitionError(f"{type(optimizer).__name__}: its state is of another stage or world size: load none")
         rows.grad = own_part(param.grad)
     else:
         rows.numel = param.numel  # type: ignore[method-assign]  # by which all ranks choose 8 or 32 bits alike
@@ -250,7 +251,7 @@ def _problem(
                 f"leave {option}=True out"
             )
     if isinstance(optimizer, optim.LBFGS) and any(hasattr(entry.param.grad, "dsgraph_no_norm") for entry in held):
-        return f"it computes with all gradients at once, and {name!r} is of one stage of a pipeline: use AdamW"
+        return f"it computes with full gradients, and this rank has a part of them, such as {name!r}: use AdamW"
     if isinstance(optimizer, optim.LBFGS) or type(optimizer).__module__.startswith("torchao.optim"):
         split = [entry for entry in held if entry.spec.group]
         uneven = next((each for each in split if each.spec.shape[0] % resolve_group(each.spec.group).size()), None)

@@ -75,7 +75,7 @@ def partition(
         stage: ZeRO stage; None: 3. 0: replicated. 1, 2: shards, gathered once a step; with `accumulate`, stage 1 adds
             gradients up locally, and so does stage 2 with `reduce_once=True`. 3: shards, gathered around each use.
         param_dtype: Dtype in which the forward sees floating-point parameters; shards keep theirs. None: the shard's.
-            A parameter that `model.to(param_dtype)` gives another one, because a class overrides `_apply`, gets that.
+            A parameter that `model.to(param_dtype)` leaves in float32, because a class overrides `_apply`, stays so.
         reduce_dtype: Dtype in which gradients are summed over ranks. None: the dtype in which the forward sees them.
         keep_whole_below: Parameters with fewer elements stay replicated; None: 16384. Empty and 0-dimensional ones
             always do.

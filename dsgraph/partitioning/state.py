@@ -43,7 +43,7 @@ class PartitionState:
         guard: Registers the checks of a model for its lifetime; a deep copy must register its own.
         parameters: One entry a parameter, in the order of `named_parameters()`; what was added later comes last.
         operations: The operations that its ranks compare.
-        reads: Those of torch on its shards, which have no label: see `watched`.
+        reads: Its operations that torch runs on shards, such as `full_tensor()`; without a label. See `watched`.
         copies: Its gathered copies that are under way.
         plan: Its repeated blocks, and the order in which they are gathered.
         phase: Where the step stands.

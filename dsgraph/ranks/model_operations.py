@@ -97,7 +97,7 @@ class ModelOperations:
             ) from None
 
     def pickling_shards(self) -> None:
-        """Do the same for shards outside a state dict. A compiler, which pickles them for its caches, need not."""
+        """Compare before `torch.save` pickles shards outside a state dict; what compilers pickle is not compared."""
         if is_running(torch.save.__code__):
             self.pickling()
 

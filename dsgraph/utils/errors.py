@@ -73,7 +73,7 @@ class AccumulationError(RuntimeError):
 
 
 class GradientError(RuntimeError):
-    """A gradient, or a number computed from gradients, that cannot be had from what was given.
+    """A gradient, or a number computed from gradients, that the given tensors do not determine.
 
     Fix: pass the parameters, or call the function, that the message names.
     """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsgraph
-from dsgraph.utils.errors import PartitionError
+from dsgraph.utils.errors import ConfigError, PartitionError
 from tests.distributed.training import full
 
 pytestmark = pytest.mark.distributed
@@ -114,3 +114,10 @@ def test_what_is_no_parameter_of_the_model_is_refused(one_rank, ignored):
         net = nn.Linear(3, 3)
     with pytest.raises(PartitionError, match="'weight' is on the meta device"):
         dsgraph.partition(net, ignored_params=[net.weight])
+
+
+def test_an_engine_refuses_them(one_rank):
+    net = Net(0)
+    dsgraph.partition(net, ignored_params=net.expert.parameters())
+    with pytest.raises(ConfigError, match="would not clip the ignored_params of this model"):
+        dsgraph.initialize(model=net, config={"train_batch_size": 2, "optimizer": {"type": "AdamW"}})

@@ -205,7 +205,7 @@ class CheckpointConfig(Section):
 
 
 class CompileConfig(Section):
-    """DeepSpeed's options of DeepCompile: see the keys without effect, and those that raise an error, below."""
+    """DeepSpeed's section for DeepCompile. It may have `deepcompile` and `offload_*`, which are listed below."""
 
 
 class EngineConfig(Section):

@@ -16,7 +16,7 @@ WITHOUT_EFFECT = {
     "zero_optimization.stage3_prefetch_bucket_size": "predicted times decide how early parameters are gathered",
     "zero_optimization.sub_group_size": "the optimizer's step needs no buffers that must be kept small",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "`state_dict` contains shards at every stage",
-    "zero_optimization.cpu_offload_use_pin_memory": "`zero_optimization.offload_optimizer.pin_memory` is its new name",
+    "zero_optimization.cpu_offload_use_pin_memory": "set `zero_optimization.offload_optimizer.pin_memory` instead",
     "zero_optimization.ignore_unused_parameters": "unused parameters are always allowed",
     "zero_optimization.legacy_stage1": "there is only one implementation of stage 1",
     "zero_optimization.load_from_fp32_weights": "shards are the master weights",

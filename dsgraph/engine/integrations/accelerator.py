@@ -216,7 +216,7 @@ class DsgraphAccelerator(Accelerator):
         """Divide the gradients by the loss scale of fp16, once a step. All ranks call it together."""
         state = self._clippable()
         if hooks_of(state.optimizer).is_compressing:
-            raise EngineError("after its warm-up a 1-bit optimizer has momenta, not gradients: do not clip them")
+            raise EngineError("unscale_gradients: a 1-bit optimizer has no gradients after its warm-up: leave it out")
         if state.loss_scale.scale != 1:
             state.unscale()
 
@@ -226,7 +226,8 @@ class DsgraphAccelerator(Accelerator):
         All ranks call it together. NaN after the warm-up of a 1-bit optimizer, when nothing is clipped.
 
         Raises:
-            EngineError: The gradients are not reduced.
+            EngineError: The gradients are not reduced, or a 1-bit optimizer has ended its warm-up and this is not its
+                2-norm over all parameters.
         """
         state, params = self._clippable(), list(parameters)
         reduced = {id(entry.param) for entry in state.partition.parameters if entry.param.grad is not None}

@@ -57,5 +57,5 @@ class NoOptimizer(Optimizer):
         self.param_groups.clear()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Raise an error."""
+        """Raise an `EngineError` that names `accelerator.prepare(optimizer)`."""
         raise EngineError("step: the model was prepared without an optimizer: call accelerator.prepare(optimizer)")

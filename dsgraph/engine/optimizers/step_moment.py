@@ -38,5 +38,5 @@ def beside_notes(settings: EngineConfig) -> list[str]:
     if key:
         return [f"offload_optimizer: the step begins after the backward, because {key} needs all gradients"]
     return [
-        "offload_optimizer: outside accelerate a step's last backward updates parameters on disk: call it once a step"
+        "offload_optimizer: without accelerate, a step's last backward updates parameters on disk: run it once a step"
     ]

@@ -34,7 +34,7 @@ _NO_NORM = (
 
 
 class StageGradient(Tensor):
-    """A gradient of a stage: a plain tensor, which torch refuses to take for one of all gradients.
+    """A gradient of a stage, with which functions of torch that need those of all ranks raise an error.
 
     Attributes:
         is_slice: True if other tensor-parallel ranks hold the rest of it.

@@ -29,8 +29,8 @@ def methods_for(original: type[nn.Module], *, take_in: TakeIn) -> Mapping[str, A
     These are `save_pretrained`, `resize_token_embeddings`, `generate`, and `_activate_lora` of PEFT. They call those of
     `original` for a model that is not partitioned, such as one of `type(model).from_pretrained(folder)`.
 
-    A forward with layer drop that asks transformers whether all ranks must run the same layers, by its check for FSDP,
-    is told so, and runs all layers.
+    For a forward that calls transformers' check for FSDP before it drops a layer, they include the attribute that this
+    check reads. All ranks then run all layers.
 
     Args:
         original: The class.
