@@ -65,7 +65,7 @@ NOT_YET = {
     "eigenvalue": "a section outside `quantize_training` (dsgraph supports it inside, as DeepSpeed documents it)",
     "pipeline": "pipelines",
     "comms_logger": "the log of collectives (`dsgraph collectives` shows them)",
-    "aio": "offloading",
+    "aio": "tuning of reads and writes of the disk",
     "compile.offload_activation": "this key (`activation_checkpointing.cpu_checkpointing` moves activations)",
     "compile.offload_opt_states": "this key (`zero_optimization.offload_optimizer` moves the optimizer state)",
     "compile.offload_parameters": "this key (`zero_optimization.offload_param` moves parameters)",

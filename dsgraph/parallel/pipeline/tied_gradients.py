@@ -28,8 +28,8 @@ from .stage_modules import StageModule
 
 _OF_ALL, _OF_MATRICES = ("torch.optim.lbfgs",), ("torch.optim._adafactor", "torch.optim._muon")
 _NO_NORM = (
-    "a norm of these gradients would be that of one rank's stages and slices: call clip_grad_norm_(max_norm) of the "
-    "pipeline, which clips by the norm over all ranks"
+    "a norm of these gradients would be that of one rank's stages and slices: call clip_grad_norm_(max_norm) of what "
+    "pipeline or parallelize returned, which clips by the norm over all ranks"
 )
 
 
