@@ -332,7 +332,7 @@ def _take_norms(**layout: int) -> None:
     grads = [param.grad for param in parts.parameters()]
     before = [own_part(grad).clone() for grad in grads]
     for take in (lambda: nn.utils.clip_grad_norm_(parts.parameters(), 1.0), lambda: nn.utils.get_total_norm(grads)):
-        with pytest.raises(dsgraph.GradientError, match=r"call clip_grad_norm_\(max_norm\) of the pipeline"):
+        with pytest.raises(dsgraph.GradientError, match=r"call clip_grad_norm_\(max_norm\) of what pipeline or"):
             take()
     with pytest.raises((dsgraph.GradientError, dsgraph.PartitionError), match="AdamW"):
         torch.optim.LBFGS(list(parts.parameters())).step(lambda: torch.zeros(()))
