@@ -158,7 +158,7 @@ def _on_rows(optimizer: Any, method: Callable[..., None], group: Any, param: Any
     if state:
         more = own["state1"].dim() - rows.dim()  # 1 for AdEMAMix: two momenta
         if own["state1"].shape[more:] != rows.shape or ("absmax1" in own and own["absmax1"].dim() != 1 + more):
-            raise PartitionError(f"{type(optimizer).__name__}: its state is of another stage or world size: load none")
+            raise PartitionError(f"{type(optimizer).__name__}: state of another stage or world size: load only weights")
         rows.grad = own_part(param.grad)
     else:
         rows.numel = param.numel  # type: ignore[method-assign]  # by which all ranks choose 8 or 32 bits alike

@@ -226,7 +226,7 @@ class DsgraphAccelerator(Accelerator):
         All ranks call it together. NaN after the warm-up of a 1-bit optimizer, when nothing is clipped.
 
         Raises:
-            EngineError: The gradients are not reduced, or a 1-bit optimizer after its warm-up is asked for another norm.
+            EngineError: The gradients are not reduced, or a 1-bit optimizer after warm-up is asked for another norm.
         """
         state, params = self._clippable(), list(parameters)
         reduced = {id(entry.param) for entry in state.partition.parameters if entry.param.grad is not None}
