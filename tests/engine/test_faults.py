@@ -59,6 +59,9 @@ def _killed_amid_saving(folder: Path, draw: random.Random) -> None:
         "run",
         "--nproc",
         "2",
+        "--dump",
+        str(folder.parent / "dump"),
+        "--overwrite",
         "-m",
         "tests.engine.test_faults",
         "--",
@@ -77,6 +80,8 @@ def _killed_amid_saving(folder: Path, draw: random.Random) -> None:
                 time.sleep(draw.uniform(0, 0.1))
                 os.kill(ranks[draw.randrange(2)], signal.SIGKILL)
                 break
+        else:
+            assert (folder / "done.json").exists(), "the script ran to its end"
         reader = threading.Thread(target=ran.stdout.read)
         reader.start()
         ran.wait(timeout=60)
