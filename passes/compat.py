@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
@@ -49,6 +50,7 @@ __all__ = [
     "describe_saved",
     "detect_fake_mode",
     "fake_mode_of",
+    "gradient_output",
     "invoke_subgraph",
     "is_compiled_when_run",
     "is_to_local",
@@ -57,6 +59,8 @@ __all__ = [
     "make_graph_module",
     "merge_equal_nodes",
     "min_cut_rematerialization_partition",
+    "plain_input",
+    "plain_output",
     "put_opaque_values_last",
     "running_autograd_node",
     "schema_of",
@@ -133,6 +137,21 @@ def kind_of_saved_value(node: Node) -> int:
     if isinstance(value, FakeScriptObject):
         return 1
     return 0 if isinstance(value, torch.Tensor) else 2
+
+
+def plain_input(number: int) -> AOTInput:
+    """Return AOTAutograd's description of an input of a captured graph."""
+    return PlainAOTInput(number)
+
+
+def plain_output(number: int) -> AOTOutput:
+    """Return AOTAutograd's description of an output of a captured graph."""
+    return PlainAOTOutput(number)
+
+
+def gradient_output(number: int) -> AOTOutput:
+    """Return AOTAutograd's description of the gradient of an input of a captured graph."""
+    return GradAOTOutput(PlainAOTInput(number))
 
 
 def describe_saved(output: Node, num_fwd_outputs: int, *, added: int = 0, removed: Collection[int] = ()) -> None:

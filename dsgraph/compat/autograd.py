@@ -104,7 +104,12 @@ def autograd_node(leaf: torch.Tensor) -> Any:
 
 def has_saved_tensor_hooks() -> bool:
     """Return True inside `torch.autograd.graph.saved_tensors_hooks`, which may keep what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return outer_hooks() is not None
+
+
+def outer_hooks() -> Any:
+    """Return the functions by which the innermost `saved_tensors_hooks` packs and unpacks tensors; None outside."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def keeping_version(tensors: tuple[torch.Tensor, ...]) -> Any:

@@ -19,6 +19,7 @@ from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.additions import is_plain
 from dsgraph.partitioning.blocks.unit import unit_of
 from dsgraph.partitioning.state import PartitionState, partition_states
+from dsgraph.partitioning.step.step_record import Work
 from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.inline_regions import inline_regions
@@ -54,6 +55,7 @@ from .memory_limit.spare_memory import spare_bytes
 from .options import BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication, communication_lines
+from .step_plans import work_of
 from .transforms import move_markers_ahead
 from .wrappers import WRAPPERS
 
@@ -196,6 +198,7 @@ class Backend:
             inputs=inputs,
             facts=facts,
             sums=sums,
+            work=work_of(gm, inputs) if any(hasattr(value, "dsgraph_entry") for value in inputs) else Work(),
             input_names=tuple(node.name for node in placeholders(gm)),
         )
         names = full_names(inputs, facts, module)

@@ -85,7 +85,9 @@ def _block_params(
     known: Iterable[tuple[ParameterState, dict[str, Any]]],
 ) -> dict[int, ParameterSpec]:
     """Return the parameters of the running block among the inputs."""
+    known = list(known)
     reads = {id(entry.block_read): (entry, tier) for entry, tier in known if entry.block_read is not None}
+    reads |= {id(tensor): (entry, tier) for entry, tier in known for tensor in entry.stand_ins}
     found = {}
     for number, value in enumerate(inputs):
         if id(value) in reads:
@@ -197,6 +199,8 @@ def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
             yield InputRole.GATHERED_COPY, copy
     if entry.block_read is not None:
         yield InputRole.GATHERED_COPY if entry.spec.group else InputRole.SHARD, entry.block_read
+    for tensor in entry.stand_ins:
+        yield InputRole.SHARD, tensor
     if entry.leaf is not None:  # an alias of the copy, or of a replicated parameter
         yield InputRole.GATHERED_COPY if entry.spec.group else InputRole.SHARD, entry.leaf
     if entry.accumulated_grad is not None:

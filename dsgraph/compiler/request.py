@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from dsgraph.partitioning.blocks.unit import WHOLE_MODEL, Unit
+from dsgraph.partitioning.step.step_record import Work
 from dsgraph.passes import CaptureFacts, PassContext, PassRecord, Pipeline
 from dsgraph.passes.ir.user_source import short_path
 from dsgraph.ranks.agreement import Agreement
@@ -41,6 +42,7 @@ class CompileRequest:
         is_new: True if the ranks have not compiled such a graph before, so that all of them compile it now.
         limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty if it can, or if
             none was given.
+        work: What the graph computes, if it is a unit of a step.
         communication: Communication of the graph, which ranks compare at each run.
         sums: Numbers of the inputs that are accumulated gradients which the graph's markers add.
         input_names: Dynamo's name of each input, derived from its source: "l_input_ids_".
@@ -62,6 +64,7 @@ class CompileRequest:
     input_names: tuple[str, ...] = ()
     limit_gap: str = ""
     unit: Unit = WHOLE_MODEL
+    work: Work = Work()
     communication: Communication = field(default_factory=Communication)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
 from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.eager.full_tensor import FullTensor
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
-from dsgraph.partitioning.state import PartitionState, partition_states
+from dsgraph.partitioning.state import PartitionState, held_by, partition_states
+from dsgraph.partitioning.step.step_record import StepUnit
 from dsgraph.passes import AxisRole, InputRole
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
@@ -23,6 +25,7 @@ from .memory_limit.compile_ahead import stop_if_only_compiled
 from .memory_limit.limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 from .runs import compare_runs
+from .step_plans import plan_step
 
 Compiled = Callable[..., Any]
 
@@ -74,6 +77,25 @@ def gather_blocks(compiled: Compiled, request: CompileRequest, compiler: GraphCo
         block: BlockCopies = args[numbers[0]].dsgraph_block
         block.plan.gathers_ahead = gathers_ahead
         return block.plan.run_graph(numbers, compiled, args, waits=waits)
+
+    return run
+
+
+def run_as_unit(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
+    """Return `compiled` as a unit of the step, if it reads full parameters that stand for shards."""
+    numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_entry")]
+    if not numbers or hasattr(request.inputs[numbers[0]], "dsgraph_block"):
+        return compiled
+    entry = request.inputs[numbers[0]].dsgraph_entry
+    state = held_by(entry.owners[0][0]).partition
+    name = request.unit.shared_name(request.unit.block) or type(state.root).__name__
+    unit = StepUnit(name, request.work)
+    if state.step.make_plan is None:
+        state.step.make_plan = partial(plan_step, state, request.options)
+
+    def run(*args: Any) -> Any:
+        step = held_by(args[numbers[0]].dsgraph_entry.owners[0][0]).partition.step
+        return step.run_unit(unit, numbers, compiled, args)
 
     return run
 
@@ -166,6 +188,7 @@ WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], .
     compare_ranks,
     refresh_copies,
     gather_blocks,
+    run_as_unit,
     watch_added_sums,
     read_full_tensors,
     refuse_replaced,

@@ -17,7 +17,7 @@ from .parameter import ParameterState
 from .rows import distributed_like, own_part
 from .seam import property_for
 from .stages import ZeroStage
-from .state import PartitionState, hold
+from .state import PartitionState, held_by, hold
 from .state_dict.full_state_dict import take_rows
 from .state_dict.saved_rows import save_rows
 
@@ -90,9 +90,7 @@ def _class_for(
     body: dict[str, Any] = {name: property_for(name, spec, zero) for name, spec in specs.items()}
     body |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     body |= {**methods, _SPECS: dict(specs), _OVERRIDES: frozenset(methods), "__reduce_ex__": _refuse_to_pickle}
-    body["_apply"] = lambda self, fn, *args, **named: apply_to_tensors(
-        original, self, _allowed(self, fn), *args, **named
-    )
+    body["_apply"] = lambda self, fn, *args, **named: _apply(self, original, fn, *args, **named)
     if specs:
         body["_save_to_state_dict"] = lambda self, *args: save_rows(original, self, *args)
     if issubclass(original, nn.RNNBase):
@@ -133,6 +131,15 @@ def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
         return made if made is value else distributed_like(value, own_part(made))
 
     return changed
+
+
+def _apply(module: nn.Module, original: type[nn.Module], change: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Convert a module as `nn.Module._apply` does."""
+    found = apply_to_tensors(original, module, _allowed(module, change), *args, **named)
+    for entry in held_by(module).parameters.values():
+        if entry.stand_ins:
+            entry.renew_stand_ins()
+    return found
 
 
 def _copy(

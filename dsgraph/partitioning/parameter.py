@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import version_of
+from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import AVERAGE, chunk_rows, resolve_group
 from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
@@ -59,6 +60,9 @@ class ParameterState:
         block_copy: `[*shape]`, the gathered copy of stage 3 that graphs of a repeated block read; see `BlockCopies`.
         block_read: `[*shape]`, what graphs read while the parameter's block runs: the block copy, or the rows of a
             replicated parameter, differentiable with respect to the shard. None at other times.
+        stand_ins: Tensors `[*shape]` without memory that stand for the full parameter in graphs of units: the second one
+            requires a gradient. Empty if it is read in other ways.
+        updates: Number of optimizer steps on it.
         is_held_for_step: True if stage 3 holds a gathered copy from the first micro-batch of a step to the last.
         freshness: Knowledge about the gathered copy.
         leaf: What modules return while gradients are not reduced; see `accumulation`.
@@ -83,6 +87,8 @@ class ParameterState:
     gathered_copy: Tensor | None = field(default=None, repr=False)
     block_copy: Tensor | None = field(default=None, repr=False)
     block_read: Tensor | None = field(default=None, repr=False)
+    stand_ins: tuple[Tensor, ...] = field(default=(), repr=False)
+    updates: int = 0
     is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
@@ -116,6 +122,19 @@ class ParameterState:
                 raise PartitionError(f"the gradient of {self.name!r} is reduced by another transform already")
             self.reducer = transform
         self.transforms = (*others, transform)
+
+    def renew_stand_ins(self) -> None:
+        """Make the tensors that stand for the full parameter, after its dtype or device has changed."""
+        dtype, _ = self.spec.dtypes(self.param.dtype)
+        self.stand_ins = tuple(self._stand_in(dtype, trained) for trained in (False, True)[: 1 + dtype.is_floating_point])
+
+    def _stand_in(self, dtype: torch.dtype, trained: bool) -> Tensor:
+        with torch.inference_mode(False):
+            tensor = torch.empty(self.spec.shape, dtype=dtype, device=self.param.device)
+        tensor.untyped_storage().resize_(0)
+        keep_static(tensor)
+        tensor.dsgraph_entry = self  # type: ignore[attr-defined]
+        return tensor.requires_grad_(trained)
 
     def unregister(self, kind: type[ParameterTransform]) -> None:
         """Remove the transform of a kind, if there is one."""
@@ -208,7 +227,7 @@ class ParameterState:
         }
         noted = {"hooked_param": 0, "noted_version": -1}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
-        copies = {"gathered_copy": gathered_copy, "block_copy": None, "block_read": None}
+        copies = {"gathered_copy": gathered_copy, "block_copy": None, "block_read": None, "stand_ins": ()}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -80,6 +80,9 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
         entry, partition = held_by(self).parameters[name], held_by(self).partition
         accumulated_grad = reducer = None
         is_ours = compiling_backend() == "dsgraph"  # other graphs do not wait for copies
+        if is_ours and entry.stand_ins and entry.gathered_copy is None and _ends_at_blocks(partition.plan):
+            stand_in = entry.stand_ins[1 if param.requires_grad else 0]
+            return stand_in.view_as(stand_in)  # an input that leaves the graph would not be seen
         if is_ours and entry.block_read is not None:
             return entry.block_read.view_as(entry.block_read)  # an input that leaves the graph would not be seen
         reads_copies = may_have_copy and is_ours
@@ -105,6 +108,11 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     only_inlined(read)
     only_inlined(mark)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
+
+
+def _ends_at_blocks(plan: Plan) -> bool:
+    """Return True for a graph that is a unit of a step: whatever its code reads is gathered before."""
+    return not in_transform() and may_end_graph(plan, in_checkpoint=True)
 
 
 def _copy_for_graph(entry: ParameterState, plan: Plan) -> Tensor | None:
@@ -212,6 +220,8 @@ def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = 
     if entry.gathered_copy is not None:
         partition.refresh(eagerly=True, read=None if is_kept else entry.gathered_copy)
         full, note_gradient = partition.copies.arrived(entry.gathered_copy), partition.note_gradient
+    elif not is_kept and not entry.transforms and (found := partition.step.read(entry)) is not None:
+        return found
     elif spec.group:
         for transform in entry.transforms:
             transform.before_eager_gather()

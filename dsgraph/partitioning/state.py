@@ -26,6 +26,7 @@ from .gathered_copies import GatheredCopies, new_copy
 from .parameter import Freshness, ParameterState
 from .rows import placements_for
 from .stages import STAGES, CopyLifetime, ZeroStage
+from .step.step_run import StepRun
 from .step_phase import FOLLOWING, StepPhase
 
 
@@ -46,6 +47,7 @@ class PartitionState:
         reads: Its operations that torch runs on shards, such as `full_tensor()`; without a label. See `watched`.
         copies: Its gathered copies that are under way.
         plan: Its repeated blocks, and the order in which they are gathered.
+        step: The graph of its step, by which parameters are gathered for units.
         phase: Where the step stands.
         accumulating: True inside `accumulate(model)`. Captured code reads this boolean and the next one.
         gradients_stay_local: True while gradients are added up instead of reduced.
@@ -73,6 +75,7 @@ class PartitionState:
     reads: ModelOperations = field(init=False)
     copies: GatheredCopies = field(init=False)
     plan: BlockPlan = field(init=False)
+    step: StepRun = field(init=False)
     phase: StepPhase = StepPhase.IDLE
     accumulating: bool = False
     gradients_stay_local: bool = False
@@ -95,6 +98,7 @@ class PartitionState:
         self.operations, self.reads = (ModelOperations(self.parameter_mesh, (*rows, *slices)) for _ in range(2))
         self.copies = GatheredCopies(self.operations)
         self.plan = BlockPlan(self.operations)
+        self.step = StepRun(self.operations)
         self.reduces_once = self.zero.reduces_once
 
     @property
@@ -220,6 +224,8 @@ class PartitionState:
         self.operations.updates += 1
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self.plan.note_step(stepped)
+        for entry in self.parameters:
+            entry.updates += id(entry.param) in stepped
         for entry in self.copied():
             if id(entry.param) in stepped:
                 entry.freshness = Freshness.STALE
@@ -232,7 +238,7 @@ class PartitionState:
         step = ("accumulating", "gradients_stay_local", "sums_were_read", "awaiting_last_backward")
         operations = replace(self.operations, label=self.operations.label or " of a copy")
         idle = {"reducing_in": -1, "reducing_after": -1, "phase": StepPhase.IDLE}
-        ranks = {"operations": operations, "copies": GatheredCopies(operations)}
+        ranks = {"operations": operations, "copies": GatheredCopies(operations), "step": self.step.copy(operations)}
         limits: dict[str, Any] = {"open_forwards": weakref.WeakSet(), "limit_gaps": []}
         return {**self.__dict__, **dict.fromkeys(step, False), **idle, **ranks, **limits}
 

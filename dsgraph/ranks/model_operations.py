@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -35,12 +35,14 @@ class ModelOperations:
         groups_of_rows: Names of the process groups whose ranks a gather of a parameter needs.
         label: Suffix that distinguishes its parameters from those of other models, for messages: " of model 2".
         updates: Number of steps that optimizers have made on its parameters.
+        settle: Ends what is under way before an operation outside a forward or backward.
     """
 
     mesh: DeviceMesh
     groups_of_rows: tuple[str, ...]
     label: str = ""
     updates: int = 0
+    settle: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def number_among_models(self) -> None:
         """Set the label, by the number of models that the same ranks have partitioned. All ranks call it together."""
@@ -62,6 +64,8 @@ class ModelOperations:
             RanksDisagreeError: They are about to do different things, or it failed.
         """
         outside = is_outside() if outside is None else outside
+        if outside:
+            self.settle()
         agreement = eager_agreements.over(self.mesh, self._ranks_of_rows)
         intent = Intent(f"gathers {what}{self.label}", outside, step=self.updates)
         return agreement.on(intent, waits=waits or outside)
@@ -111,6 +115,7 @@ class ModelOperations:
         Raises:
             RanksDisagreeError: Ranks do, or have done, different operations.
         """
+        self.settle()
         agreement = eager_agreements.over(self.mesh, self._ranks)
         if agreement.patience:
             agreement.confirm(Intent(does + self.label, step=self.updates), between=True)

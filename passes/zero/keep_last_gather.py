@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.passes.analysis.budget import MemoryPart
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import is_tangent
@@ -19,9 +20,11 @@ from dsgraph.passes.ir.graph import (
     KEPT,
     barrier_between,
     fake_value,
+    find_calls,
     is_barrier,
     is_gathered_again,
     is_view,
+    is_wait,
     placeholders,
     wait_of,
 )
@@ -36,7 +39,8 @@ class KeepLastGather(GraphPass):
     after:   last = wait_tensor(all_gather_into_tensor(shard)); loss = f(x, last)      # last: MUST_SAVE
 
     The backward of a loss begins where the forward ends, usually with the output layer's weight: gathering it again
-    would have to be waited for with nothing to compute. Left alone: graphs without an output of one element to
+    would have to be waited for with nothing to compute. In the graph of a step, all parameters of the last unit are kept
+    if the backward begins with it. Left alone: graphs without an output of one element to
     differentiate, such as one block of a model that is compiled block by block, whose backward may be far away.
     """
 
@@ -48,16 +52,36 @@ class KeepLastGather(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
         gathers = [started for started in collectives(gm) if is_gather(started) and is_gathered_again(started)]
+        if find_calls(gm, RUN_BACKWARD):
+            last = _last_unit(gm)
+            kept = [started for started in gathers if last in wait_of(started).users]
+            for started in kept:
+                _keep(started, ctx)
+            return PassResult(changed=len(kept))
         if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in tangents):
             return PassResult(notes=_why_nothing(gathers, ctx) if tangents else ())
         if not gathers:
             return PassResult(changed=0)
-        kept = wait_of(gathers[-1])
-        decide(kept, Choice.SAVE)
-        kept.meta[KEPT] = True
-        size = number_of(kept, tensor_bytes(fake_value(kept)))
-        ctx.budget.take(MemoryPart.GATHERED_COPIES, gathers[-1].name, size)
+        _keep(gathers[-1], ctx)
         return PassResult(changed=1)
+
+
+def _keep(started: Node, ctx: PassContext) -> None:
+    kept = wait_of(started)
+    decide(kept, Choice.SAVE)
+    kept.meta[KEPT] = True
+    ctx.budget.take(MemoryPart.GATHERED_COPIES, started.name, number_of(kept, tensor_bytes(fake_value(kept))))
+
+
+def _last_unit(gm: GraphModule) -> Node | None:
+    """Return the first backward of a step that reads gathered parameters, if its forward was the last to do so."""
+    forwards, backwards = (
+        [node for node in find_calls(gm, target) if any(map(is_wait, node.args[2]))]
+        for target in (RUN_FORWARD, RUN_BACKWARD)
+    )
+    trained = {node.args[0] for node in backwards}
+    last = [node.args[0] for node in forwards if node.args[0] in trained][-1:]
+    return backwards[0] if last == [node.args[0] for node in backwards[:1]] else None
 
 
 def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:

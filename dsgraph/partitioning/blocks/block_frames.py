@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ def define_blocks(model: nn.Module, part: PartitionState) -> None:
         copies = BlockCopies(name, part.plan, sharded, replicated)
         held_by(module).block = copies
         part.plan.blocks.append(copies)
+    part.step.is_active = bool(part.plan.blocks) and os.environ.get("DSGRAPH_STEP_GRAPH") == "1"
+    for entry in part.parameters:
+        entry.stand_ins = ()
+        if part.step.is_active and not entry.tier and entry.param.device.type != "meta":
+            entry.renew_stand_ins()
 
 
 def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
@@ -214,12 +220,12 @@ def _allowing_more_recompiles(number: int) -> Any:
 @torch.compiler.disable
 def _begin(block: nn.Module) -> None:
     held = held_by(block)
-    if held.block is not None:
+    if held.block is not None and not held.partition.step.is_active:
         held.partition.plan.begin(held.block)
 
 
 @torch.compiler.disable
 def _end(block: nn.Module, *, failed: bool = False) -> None:
     held = held_by(block)
-    if held.block is not None:
+    if held.block is not None and not held.partition.step.is_active:
         held.partition.plan.end(held.block, failed=failed)

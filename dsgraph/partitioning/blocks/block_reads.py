@@ -102,7 +102,7 @@ class _InPlace(torch.autograd.Function):
         handed = []
         for number, finish in zip(needed, finishes, strict=True):
             node, entry = nodes[number], ctx.entries[number]
-            if not ctx.keeps_graph and _only_adds(node):
+            if not ctx.keeps_graph and only_adds(node):
                 handed.append(RunningReduction(node.variable, finish))
             else:
                 results[number] = distributed_like(entry.param, finish())
@@ -110,7 +110,7 @@ class _InPlace(torch.autograd.Function):
         return (None, None, None, None, *results)
 
 
-def _only_adds(node: Any) -> bool:
+def only_adds(node: Any) -> bool:
     """Return True for the node of a parameter that adds the gradient to `.grad`, and does nothing else with it."""
     return is_accumulation(node) and accumulates(node) and not has_hooks(node.variable)
 

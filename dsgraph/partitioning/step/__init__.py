@@ -1,0 +1,1 @@
+"""A step as one graph: calls of units, with the gathers and reductions between them."""

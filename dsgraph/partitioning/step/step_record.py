@@ -1,0 +1,141 @@
+"""The record of a step: which units ran, in which order, on which values and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsgraph.partitioning.parameter import ParameterState
+
+Entries = tuple[ParameterState, ...]
+Key = tuple[Any, ...]
+"""The parameters that a unit reads, and whether gradients are enabled: equal calls have equal keys.
+
+The graph is no part of it: ranks compile other graphs for batches of other sizes.
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the forward of a unit computes.
+
+    Attributes:
+        operations: Floating-point operations.
+        moved: Bytes read and written.
+        dtype: The dtype in which it computes.
+    """
+
+    operations: int = 0
+    moved: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(eq=False, frozen=True)
+class StepUnit:
+    """A compiled graph, or uncompiled code that reads a parameter.
+
+    Attributes:
+        name: Its name in prints.
+        work: What it computes; nothing if that is not known.
+    """
+
+    name: str
+    work: Work = Work()
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor between units.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: Its device.
+        call: Number of the call that computed it; -1: none did.
+        number: Number among the results of that call.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    call: int = -1
+    number: int = 0
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a unit in a forward.
+
+    Attributes:
+        unit: The unit.
+        key: See `Key`.
+        entries: The parameters that it reads.
+        inputs: Its other inputs.
+        outputs: Its results.
+        saved_bytes: Bytes that autograd saves in it, besides full parameters.
+        trained: The parameters whose gradients its backward adds to `.grad`; empty if the backward did not run.
+    """
+
+    unit: StepUnit
+    key: Key
+    entries: Entries
+    inputs: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] = ()
+    saved_bytes: int = 0
+    trained: Entries = ()
+
+
+@dataclass(eq=False)
+class StepRecord:
+    """The calls of one or several forwards, and the backward that followed.
+
+    Attributes:
+        calls: Calls of units, in their order.
+        backward: Numbers of the calls whose backward ran, in their order.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+    _made: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def begin(self, unit: StepUnit, key: Key, entries: Entries, inputs: Sequence[Any]) -> int:
+        """Note a call, and return its number."""
+        values = tuple(
+            _value(item, *self._made.get(item.data_ptr(), (-1, 0)))
+            for item in inputs
+            if type(item) is Tensor and item.layout is torch.strided
+        )
+        self.calls.append(Call(unit, key, entries, values))
+        return len(self.calls) - 1
+
+    def end(self, number: int, outputs: Any, saved_bytes: int) -> None:
+        """Note the results of a call."""
+        found = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        tensors = [item for item in found if type(item) is Tensor and item.layout is torch.strided]
+        self._made |= {item.data_ptr(): (number, index) for index, item in enumerate(tensors)}
+        call = self.calls[number]
+        call.outputs = tuple(_value(item, number, index) for index, item in enumerate(tensors))
+        call.saved_bytes = saved_bytes
+
+    def begins(self, calls: int, backwards: int | None = None) -> StepRecord:
+        """Return a record of the first calls and backwards, which goes on in another way."""
+        backward = self.backward[:backwards] if backwards is not None else []
+        kept = [
+            replace(call, trained=call.trained if number in backward else ())
+            for number, call in enumerate(self.calls[:calls])
+        ]
+        return StepRecord(kept, list(backward))
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What distinguishes it from steps of another kind."""
+        calls = tuple((call.key, tuple(map(id, call.trained))) for call in self.calls)
+        return calls, tuple(self.backward)
+
+
+def _value(tensor: Tensor, call: int, number: int) -> Value:
+    return Value(tuple(tensor.shape), tensor.dtype, tensor.device, call, number)

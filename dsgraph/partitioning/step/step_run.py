@@ -1,0 +1,531 @@
+"""The steps of a model: the first of a kind is recorded, later ones run the program of its step graph.
+
+A step is predicted: a forward follows the plan that came after the last one before. If a unit is called that the plan
+does not expect, the rest of the plan is run, so that ranks which follow it do not wait; then each unit gathers its
+parameters by itself and reduces its gradients at once, and the step is recorded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsgraph.compat.autograd import (
+    at_end_of_backward,
+    compiled_backwards,
+    outer_hooks,
+    running_backward,
+    version_of,
+)
+from dsgraph.compat.dtensor import distributed_like
+from dsgraph.compat.tensors import unseen_by_modes
+from dsgraph.inductor_ext import Ranks, start_gather_rows
+from dsgraph.inductor_ext.collectives.algorithms import usual_gather
+from dsgraph.partitioning.blocks.block_reads import RunningReduction, only_adds, start_reductions
+from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.ranks.model_operations import ModelOperations
+
+from .step_program import Program, Run
+from .step_record import Entries, Key, StepRecord, StepUnit
+
+_NONE = -1
+_MOST_PLANS = 16
+"""Number of kinds of steps that are planned; others gather where they read."""
+
+UNCOMPILED = StepUnit("uncompiled code")
+"""Stands for code that reads one parameter and is no compiled graph. Autograd saves what its backward needs."""
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """The programs of a kind of step.
+
+    Attributes:
+        record: The step.
+        entries: The parameters, by the numbers of their gradients.
+        shards: Name of an input of the programs -> parameter.
+        forward: The program of the forward.
+        backward: That of the backward; None if none followed.
+        number: Number of the plan, the same on all ranks.
+    """
+
+    record: StepRecord
+    entries: Entries
+    shards: Mapping[str, ParameterState]
+    forward: Program
+    backward: Program | None
+    number: int = 0
+
+    def run(self, program: Program, deliver: Callable[[ParameterState, Tensor], None], kept: Mapping[str, Any]) -> Run:
+        """Return a run of a program.
+
+        Args:
+            program: One of the plan's.
+            deliver: Takes each parameter and its reduced gradient.
+            kept: Full parameters that the forward kept, by name.
+        """
+        values = (self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs)
+        steps = program.code(None, lambda number, value: deliver(self.entries[number], value), *values)
+        return Run(program, steps)
+
+
+MakePlan = Callable[[StepRecord], StepPlan]
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward of the model, which follows a plan, or is recorded.
+
+    Attributes:
+        plan: The plan that it began with.
+        run: What is left of the plan's forward; None when it has ended, or was left.
+        follows: True if all calls so far are those of the plan.
+        record: The record; None if it follows a plan.
+        kept: Full parameters that stay for the backward, by name.
+        number: Number of the next call.
+        reads: Numbers of the calls of uncompiled code.
+        is_used: True when a backward has begun.
+        realised: The plan of all its calls, if it is known.
+    """
+
+    plan: StepPlan | None = None
+    run: Run | None = None
+    follows: bool = False
+    record: StepRecord | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    number: int = 0
+    reads: set[int] = field(default_factory=set)
+    is_used: bool = False
+    realised: StepPlan | None = None
+    _alive: weakref.ref[Any] | None = None
+
+    def note_trained(self, graph: Any) -> None:
+        """Note an object that lives as long as a part of autograd's graph."""
+        if self._alive is None or self._alive() is None:
+            self._alive = weakref.ref(graph)
+
+    @property
+    def is_over(self) -> bool:
+        """True if a backward has begun, or if none can follow because autograd's graph is gone."""
+        return self.is_used or (self._alive is not None and self._alive() is None)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The part of a full parameter that autograd saves: it is gathered again when the backward reads it."""
+
+    entry: ParameterState
+    state: tuple[int, int, int]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class StepRun:
+    """The steps of one model.
+
+    Attributes:
+        operations: The model's operations, which ranks compare.
+        make_plan: Makes a plan of a record; None until something is compiled.
+        plans: The plans.
+        is_active: True if parameters are read through it.
+        left: Reasons for which plans were left, the last ones.
+        gathered_alone: Number of parameters that were gathered outside a plan.
+    """
+
+    operations: ModelOperations
+    make_plan: MakePlan | None = None
+    plans: list[StepPlan] = field(default_factory=list)
+    is_active: bool = False
+    left: list[str] = field(default_factory=list)
+    gathered_alone: int = 0
+    _next: dict[int, StepPlan] = field(default_factory=dict)
+    _last: StepPlan | None = None
+    _forward: Forward = field(default_factory=Forward)
+    _backward: Run | None = None
+    _of: Forward | None = None
+    _task: int = _NONE
+    _present: dict[ParameterState, Tensor] = field(default_factory=dict)
+    _given: set[ParameterState] = field(default_factory=set)
+    _saved_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.operations.settle = self.settle
+
+    @unseen_by_modes
+    def run_unit(
+        self, unit: StepUnit, numbers: Sequence[int], compiled: Callable[..., Any], args: Sequence[Any]
+    ) -> Any:
+        """Call a compiled graph with full parameters in place of the inputs with these numbers."""
+        entries: Entries = tuple(args[number].dsgraph_entry for number in numbers)
+        for entry in entries:
+            refuse_replaced_data(entry.param, entry.name)
+        recomputes = running_backward() != _NONE
+        if recomputes:
+            forward, number, full = self._of or self._forward, _NONE, self._found(entries)
+        else:
+            others = [value for place, value in enumerate(args) if place not in numbers]
+            forward, number = self._enter(unit, entries, others)
+            full = forward.run.enter() if forward.run is not None else self._found(entries)
+        given = list(args)
+        for place, tensor in zip(numbers, self._differentiable(forward, number, entries, full), strict=True):
+            given[place] = tensor
+        shared = {
+            tensor.untyped_storage().data_ptr(): entry
+            for entry, tensor in zip(entries, full, strict=True)
+            if entry.spec.group
+        }
+        self._saved_bytes = 0
+        with torch.autograd.graph.saved_tensors_hooks(*self._hooks(shared)):
+            outputs = compiled(*given)
+        del given, full
+        if not recomputes:
+            self._end_call(forward, number, outputs)
+        for node in compiled_backwards(outputs):
+            node.register_prehook(partial(self._before_backward, forward, number, entries))
+            node.register_hook(partial(self._after_backward, forward, number))
+        return outputs
+
+    @unseen_by_modes
+    def read(self, entry: ParameterState) -> Tensor | None:
+        """Return a full parameter for uncompiled code in a forward; None if it must be gathered in another way."""
+        if not self.is_active or running_backward() != _NONE:
+            return None
+        forward, number = self._enter(UNCOMPILED, (entry,), ())
+        forward.reads.add(number)
+        full = forward.run.enter() if forward.run is not None else self._found((entry,))
+        (given,) = self._differentiable(forward, number, (entry,), full)
+        self._end_call(forward, number, ())
+        return given
+
+    def settle(self) -> None:
+        """Run out what is left of a plan: something else follows than the plan expects, on this rank at least."""
+        if running_backward() != _NONE:
+            return
+        self._finish_backward()
+        if self._forward.run is not None:
+            self._leave_forward(self._forward, "the forward did not end")
+
+    def note_spare(self, spare: int) -> None:
+        """Drop the plans: they were made for another amount of spare memory."""
+        self.plans, self._next, self._last = [], {}, None
+
+    def _enter(self, unit: StepUnit, entries: Entries, inputs: Sequence[Any]) -> tuple[Forward, int]:
+        """Return the forward that a call belongs to, and the call's number in it; -1 if nothing is recorded."""
+        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled())
+        if self._task != _NONE:  # the backward raised an error
+            self.settle()
+        now = self._forward
+        if now.run is not None and now.run.next_call == now.number and now.plan is not None:
+            if now.plan.record.calls[now.number].key == key and not now.is_over:
+                now.number += 1
+                return now, now.number - 1
+            self._leave_forward(now, f"call {now.number} was not {unit.name}")
+        if now.is_over or now.record is None or self._begins_again(now.record, key):
+            now = self._begin(key)
+            if now.run is not None:
+                now.number = 1
+                return now, 0
+        if now.record is None:
+            return now, _NONE
+        return now, now.record.begin(unit, key, entries, inputs)
+
+    def _begins_again(self, record: StepRecord, key: Key) -> bool:
+        return not torch.is_grad_enabled() and bool(record.calls) and record.calls[0].key == key
+
+    def _begin(self, key: Key) -> Forward:
+        """Begin a forward, with the plan that followed the last one, if it begins with this call."""
+        self._note(self._forward)
+        if (realised := self._forward.realised) is not None:
+            self._next[id(self._last)], self._last = realised, realised
+        found = [plan for plan in self.plans if plan.record.calls[0].key == key]
+        expected = self._next.get(id(self._last))
+        plan = expected if expected in found else found[-1] if found else None
+        if plan is None:
+            self._forward = Forward(record=StepRecord())
+        else:
+            with self.operations.gathering(f"the parameters of plan {plan.number}", outside=False):
+                run = plan.run(plan.forward, self._add, {})
+            self._forward = Forward(plan, run, follows=True, realised=plan)
+        return self._forward
+
+    def _end_call(self, forward: Forward, number: int, outputs: Any) -> None:
+        """Go on in the forward after a call."""
+        if forward.run is not None:
+            forward.run.leave()
+            if forward.run.next_call == _NONE:
+                forward.kept, forward.run = forward.run.kept, None
+        if forward.record is not None and number != _NONE:
+            forward.record.end(number, outputs, self._saved_bytes)
+
+    def _leave_forward(self, forward: Forward, why: str) -> None:
+        """Leave the plan of a forward: run it out, and record the step."""
+        run, plan = forward.run, forward.plan
+        assert run is not None and plan is not None
+        self.left = [*self.left[-7:], why]
+        forward.run, forward.follows, forward.kept, forward.realised = None, False, {}, None
+        forward.record = plan.record.begins(forward.number)
+        run.run_out({})
+
+    def _differentiable(
+        self, forward: Forward, number: int, entries: Entries, full: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return full parameters, differentiable with respect to their shards."""
+        trained = [index for index, entry in enumerate(entries) if entry.param.requires_grad]
+        if not trained or torch.is_inference_mode_enabled():
+            return full
+        own = tuple(entries[index] for index in trained)
+        reduce = partial(self._reduce, forward, number)
+        with torch.enable_grad():  # which the graph itself may turn on
+            outputs = _Read.apply(own, [full[index] for index in trained], reduce, *(entry.param for entry in own))
+        if torch.is_grad_enabled():
+            forward.note_trained(outputs[0].grad_fn)
+        found = list(full)
+        for index, tensor in zip(trained, outputs, strict=True):
+            found[index] = tensor
+        return found
+
+    def _hooks(self, shared: Mapping[int, ParameterState]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return hooks by which autograd saves no full parameter, only which one it was.
+
+        Args:
+            shared: Address of a full parameter -> the parameter.
+        """
+        outer = outer_hooks()
+
+        def pack(tensor: Tensor) -> Any:
+            entry = shared.get(tensor.untyped_storage().data_ptr())
+            if entry is None:
+                self._saved_bytes += tensor.nbytes
+                return tensor if outer is None else outer[0](tensor)
+            size, stride = tuple(tensor.shape), tensor.stride()
+            return _Saved(entry, _state_of(entry), size, stride, tensor.storage_offset())
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, _Saved):
+                return saved if outer is None else outer[1](saved)
+            entry = saved.entry
+            if saved.state != _state_of(entry):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"parameter {entry.name!r} was updated or replaced between the forward and the backward"
+                )
+            if entry not in self._present:
+                self._present[entry] = self._found((entry,))[0]
+            return self._present[entry].as_strided(saved.size, saved.stride, saved.offset)
+
+        return pack, unpack
+
+    @unseen_by_modes
+    def _before_backward(self, forward: Forward, number: int, entries: Entries, *_: Any) -> None:
+        run = self._entered(forward, number)
+        if run is not None and run.next_call != number:
+            self._leave_backward(f"the backward of call {number} came before that of call {run.next_call}")
+            run = None
+        if forward.record is not None and number != _NONE:
+            forward.record.backward.append(number)
+        full = run.enter() if run is not None else self._found(entries)
+        self._present = dict(zip(entries, full, strict=False))
+
+    @unseen_by_modes
+    def _after_backward(self, forward: Forward, number: int, *_: Any) -> None:
+        self._present = {}
+        run = self._entered(forward, number)
+        if run is not None and run.next_call == number and not run.program.gradients[number]:
+            run.leave()
+
+    @unseen_by_modes
+    def _reduce(
+        self, forward: Forward, number: int, entries: Entries, grads: Sequence[Tensor], adds: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Reduce gradients, by the plan or at once.
+
+        Args:
+            forward: The forward that has read the parameters.
+            number: Number of the call that has read them.
+            entries: The parameters.
+            grads: Their full gradients.
+            adds: For each, True if autograd would only add it to `.grad`, which is done here.
+
+        Returns:
+            The reduced gradients of the others.
+        """
+        if number in forward.reads:
+            self._before_backward(forward, number, ())
+        run = self._entered(forward, number)
+        found: list[Tensor | None] = [None] * len(entries)
+        own = {index: entry for index, entry in enumerate(entries) if adds[index]}
+        rest = list(range(len(entries)))
+        if run is not None:
+            assert forward.plan is not None
+            planned = forward.plan.record.calls[number].trained if run.next_call == number else ()
+            given = {planned.index(entry): grads[index] for index, entry in own.items() if entry in planned}
+            rest = [index for index in rest if index not in own or own[index] not in planned]
+            self._given.update(entry for entry in own.values() if entry in planned)
+            if tuple(own.values()) == planned:
+                run.leave([given[index] for index in range(len(planned))])
+            else:
+                self._leave_backward(f"the backward of call {number} computed other gradients", given)
+                if planned and forward.record is not None:
+                    forward.record.backward.append(number)
+        if forward.record is not None and number != _NONE:
+            forward.record.calls[number].trained = tuple(own.values())
+        if rest:
+            names = f"the gradients of {entries[rest[0]].name!r} and {len(rest) - 1} more"
+            with self.operations.reducing(names):
+                finishes = start_reductions([(entries[index], grads[index]) for index in rest])
+            for index, finish in zip(rest, finishes, strict=True):
+                if adds[index]:
+                    self._add(entries[index], finish())
+                else:
+                    found[index] = distributed_like(entries[index].param, finish())
+        return found
+
+    def _entered(self, forward: Forward, number: int) -> Run | None:
+        """Return the running plan of a forward's backward, which begins with its first call; None if none is followed.
+
+        A recomputation is no part of a plan.
+        """
+        if number == _NONE:
+            return None
+        if self._task != running_backward():
+            self._finish_backward()
+            self._task = running_backward()
+            at_end_of_backward(self._end_backward)
+        if self._of is forward:
+            return self._backward
+        if self._backward is not None:
+            self._leave_backward("the backward of another forward began")
+        self._of, forward.is_used = forward, True
+        if forward.run is not None:
+            self._leave_forward(forward, "the backward began early")
+        plan = forward.plan
+        if plan is not None and forward.follows and plan.backward is not None:
+            with self.operations.reducing(f"the gradients of plan {plan.number}"):
+                self._backward = plan.run(plan.backward, self._deliver, forward.kept)
+        forward.follows, forward.kept = False, {}  # another backward of it gathers by itself
+        return self._backward
+
+    def _leave_backward(self, why: str, given: Mapping[int, Tensor] | None = None) -> None:
+        """Leave the plan of a backward: run it out, and record the step.
+
+        Args:
+            why: The reason.
+            given: Number of a gradient of the running unit -> its value.
+        """
+        run, forward = self._backward, self._of
+        assert run is not None and forward is not None and forward.plan is not None
+        self._backward = None
+        self.left = [*self.left[-7:], why]
+        record = forward.plan.record
+        forward.record, forward.realised = record.begins(len(record.calls), run.place), None
+        run.run_out(given or {})
+
+    def _deliver(self, entry: ParameterState, value: Tensor) -> None:
+        """Add a reduced gradient to `.grad`, unless it is that of zeros alone."""
+        if entry in self._given:
+            self._add(entry, value)
+
+    @staticmethod
+    def _add(entry: ParameterState, value: Tensor) -> None:
+        RunningReduction(entry.param, lambda: value).add()
+
+    def _end_backward(self) -> None:
+        if self._backward is not None and self._backward.next_call != _NONE:
+            self._leave_backward("the backward ended early")
+        forward = self._of
+        self._finish_backward()
+        if forward is not None:
+            self._note(forward)
+
+    def _finish_backward(self) -> None:
+        """Forget the running backward. One that raised an error has not ended: its plan is run out."""
+        try:
+            if self._backward is not None and self._backward.next_call != _NONE:
+                self._leave_backward("the backward did not end")
+        finally:
+            self._backward, self._of, self._task, self._present, self._given = None, None, _NONE, {}, set()
+
+    def _note(self, forward: Forward) -> None:
+        """Find or make the plan of a step that was recorded."""
+        record, forward.record = forward.record, None
+        if record is None or not record.calls or self.make_plan is None:
+            return
+        found = next((plan for plan in self.plans if plan.record.signature == record.signature), None)
+        if found is None and len(self.plans) < _MOST_PLANS:
+            found = self.make_plan(record)
+            found.number = len(self.plans) + 1
+            self.plans.append(found)
+        forward.realised = found
+
+    def _found(self, entries: Entries) -> list[Tensor]:
+        """Return full parameters, outside a plan."""
+        sharded = [entry for entry in entries if entry.spec.group and entry not in self._present]
+        found = {entry: self._present[entry] for entry in entries if entry in self._present}
+        self.gathered_alone += len(sharded)
+        with torch.no_grad():
+            if sharded:
+                what = f"{sharded[0].name!r} and {len(sharded) - 1} more"
+                with self.operations.gathering(what, outside=False):
+                    started = [_start_gather(entry) for entry in sharded]
+                    found |= {entry: each.finish() for entry, each in zip(sharded, started, strict=True)}
+            for entry in entries:
+                if not entry.spec.group:
+                    found[entry] = entry.rows.to(entry.spec.dtypes(entry.param.dtype)[0])
+        return [found[entry] for entry in entries]
+
+    def copy(self, operations: ModelOperations) -> StepRun:
+        """Return the steps of a copy of the model."""
+        return StepRun(operations, is_active=self.is_active)
+
+
+def _state_of(entry: ParameterState) -> tuple[int, int, int]:
+    """Return numbers that change when a parameter is replaced, written to or updated by a fused optimizer."""
+    return id(entry.param), version_of(entry.param), entry.updates
+
+
+def _start_gather(entry: ParameterState) -> Any:
+    spec, rows = entry.spec, entry.rows
+    ranks = Ranks.of(spec.group)
+    dtype, _ = spec.dtypes(rows.dtype)
+    return start_gather_rows(rows, spec.shape, ranks, dtype=dtype, by=usual_gather(ranks, rows.device))
+
+
+class _Read(torch.autograd.Function):
+    """An autograd function that returns full parameters in place of their shards."""
+
+    @staticmethod
+    def forward(ctx: Any, entries: Any, full: Any, reduce: Any, *params: Any) -> tuple[Tensor, ...]:
+        ctx.entries, ctx.reduce = entries, reduce
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.keeps_graph = torch.is_grad_enabled()  # so that `_reduced`'s results refuse a second derivative
+        return _Read._reduced(ctx, *grads)
+
+    @staticmethod
+    @once_differentiable
+    def _reduced(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        results: list[Any] = [None] * len(grads)
+        nodes = [node for node, _ in ctx.next_functions]
+        needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[3 + number]]
+        if needed:
+            found = ctx.reduce(
+                tuple(ctx.entries[number] for number in needed),
+                [grads[number] for number in needed],
+                [not ctx.keeps_graph and only_adds(nodes[number]) for number in needed],
+            )
+            for number, grad in zip(needed, found, strict=True):
+                results[number] = grad
+        return (None, None, None, *results)
