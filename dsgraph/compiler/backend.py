@@ -19,7 +19,8 @@ from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.additions import is_plain
 from dsgraph.partitioning.blocks.unit import unit_of
 from dsgraph.partitioning.state import PartitionState, partition_states
-from dsgraph.partitioning.step.step_record import Work
+from dsgraph.partitioning.step.step_record import StepRecord, Work
+from dsgraph.partitioning.step.step_run import StepPlan
 from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.inline_regions import inline_regions
@@ -55,7 +56,7 @@ from .memory_limit.spare_memory import spare_bytes
 from .options import BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication, communication_lines
-from .step_plans import work_of
+from .step_plans import StepPlanning, run_as_unit, work_of
 from .transforms import move_markers_ahead
 from .wrappers import WRAPPERS
 
@@ -157,9 +158,20 @@ class Backend:
         self._warn_of_limit(request, over_limit(request, compiler.outcome))
         inlining = [PassRecord(inline_regions.__name__, Phase.CAPTURE, len(inlined), inlined)] if inlined else []
         watch.finished(replace(compiler.outcome, passes=(*inlining, *compiler.outcome.passes)))
+        compiled = run_as_unit(compiled, request, self._plan_step)
         for wrap in WRAPPERS:
             compiled = wrap(compiled, request, compiler)
         return compiled
+
+    def _plan_step(self, state: PartitionState, options: BackendOptions, record: StepRecord) -> StepPlan:
+        """Return the plan of a recorded step, which observers see like a compile."""
+        self._compiles += 1
+        with torch.set_grad_enabled(bool(record.backward)):
+            planning = StepPlanning.of(state, options, record, number=self._compiles)
+            watch = Watches([observer.begin(planning.request) for observer in self.observers])
+            plan, outcome = planning.run(watch)
+            watch.finished(outcome)
+        return plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Return the backend itself: a copy of a compiled model is compiled by the same backend."""

@@ -85,9 +85,7 @@ def _block_params(
     known: Iterable[tuple[ParameterState, dict[str, Any]]],
 ) -> dict[int, ParameterSpec]:
     """Return the parameters of the running block among the inputs."""
-    known = list(known)
-    reads = {id(entry.block_read): (entry, tier) for entry, tier in known if entry.block_read is not None}
-    reads |= {id(tensor): (entry, tier) for entry, tier in known for tensor in entry.stand_ins}
+    reads = {id(tensor): (entry, tier) for entry, tier in known for tensor in entry.stand_ins}
     found = {}
     for number, value in enumerate(inputs):
         if id(value) in reads:
@@ -194,11 +192,8 @@ def _states(inputs: Sequence[Any], module: nn.Module | None) -> list[PartitionSt
 def _tensors_of(entry: ParameterState) -> Iterator[tuple[InputRole, Tensor]]:
     """Yield the tensors of a parameter that a graph may read, with their roles."""
     yield InputRole.SHARD, entry.param
-    for copy in (entry.gathered_copy, entry.block_copy):
-        if copy is not None:
-            yield InputRole.GATHERED_COPY, copy
-    if entry.block_read is not None:
-        yield InputRole.GATHERED_COPY if entry.spec.group else InputRole.SHARD, entry.block_read
+    if entry.gathered_copy is not None:
+        yield InputRole.GATHERED_COPY, entry.gathered_copy
     for tensor in entry.stand_ins:
         yield InputRole.SHARD, tensor
     if entry.leaf is not None:  # an alias of the copy, or of a replicated parameter

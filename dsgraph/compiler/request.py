@@ -42,6 +42,7 @@ class CompileRequest:
         is_new: True if the ranks have not compiled such a graph before, so that all of them compile it now.
         limit_gap: Why the memory limit cannot be promised for steps that run the graph; empty if it can, or if
             none was given.
+        reads_held: True for a step that reads full parameters which a micro-batch before has gathered.
         work: What the graph computes, if it is a unit of a step.
         communication: Communication of the graph, which ranks compare at each run.
         sums: Numbers of the inputs that are accumulated gradients which the graph's markers add.
@@ -64,7 +65,8 @@ class CompileRequest:
     input_names: tuple[str, ...] = ()
     limit_gap: str = ""
     unit: Unit = WHOLE_MODEL
-    work: Work = Work()
+    reads_held: bool = False
+    work: Work = field(default_factory=Work)
     communication: Communication = field(default_factory=Communication)
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,59 +13,147 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from dsgraph.partitioning.state import PartitionState
-from dsgraph.partitioning.step.step_graph import joint_graph
+from dsgraph.compat.autograd import has_hooks
+from dsgraph.partitioning.classes import plain_class
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.state import PartitionState, held_by
+from dsgraph.partitioning.step.step_graph import JointStep, joint_graph
 from dsgraph.partitioning.step.step_program import lower
-from dsgraph.partitioning.step.step_record import StepRecord, Work
+from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
 from dsgraph.partitioning.step.step_run import StepPlan
-from dsgraph.passes import CaptureFacts, InferenceLowering, Partitioner, Pipeline, Runner
+from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
 from dsgraph.passes.analysis.sizes import tensor_bytes
+from dsgraph.passes.core.notes import origin
+from dsgraph.passes.ir.graph import is_wait
 from dsgraph.ranks.agreement import Agreement
 
 from .build_pipeline import build_pipeline
 from .costs.agreed import known_costs
 from .fake_run import on_fakes
+from .frames import Capture, SourceLine
 from .options import BackendOptions
+from .request import CompileOutcome, CompileRequest, CompileWatch
+
+PlanStep = Callable[[PartitionState, BackendOptions, StepRecord], StepPlan]
 
 
-def plan_step(state: PartitionState, options: BackendOptions, record: StepRecord) -> StepPlan:
-    """Return the plan of a recorded step. All ranks call it at the same point, and compare what they will run.
+def run_as_unit(compiled: Callable[..., Any], request: CompileRequest, plan_step: PlanStep) -> Callable[..., Any]:
+    """Return a compiled graph as a unit of the step, if it reads full parameters that stand for shards."""
+    numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_entry")]
+    if not numbers:
+        return compiled
+    block, options = request.unit.shared_name(request.unit.block), request.options
+    unit = StepUnit(block or request.function, block, request.work)
 
-    Raises:
-        RanksDisagreeError: The ranks would run different collectives.
+    def run(*args: Any) -> Any:
+        state = _state_of(args[numbers[0]])
+        if state.step.make_plan is None:
+            state.step.make_plan = partial(plan_step, state, options)
+            state.step.gathers_ahead = options.overlap_comm
+        return state.step.run_unit(unit, numbers, compiled, args)
+
+    return run
+
+
+def _state_of(stand_in: Any) -> PartitionState:
+    module, _ = stand_in.dsgraph_entry.owners[0]
+    return held_by(module).partition
+
+
+@dataclass(frozen=True)
+class StepPlanning:
+    """The graph of a recorded step, and what its passes may use.
+
+    Attributes:
+        request: The step, as observers of compiles see it.
+        joint: The graph.
+        record: The step.
+        alone: See `StepPlan`.
+        signature: See `StepPlan`.
     """
-    mesh = state.parameter_mesh
-    agreement = Agreement.over(mesh)
-    costs = known_costs(agreement, mesh.device_type).model(mesh, state.axes)
 
-    def seconds(work: Work) -> float:
-        return costs.kernel_seconds(work.operations, work.moved, dtype=work.dtype)
+    request: CompileRequest
+    joint: JointStep
+    record: StepRecord
+    alone: frozenset[ParameterState]
+    signature: Any
 
-    joint = joint_graph(record, seconds)
-    facts = CaptureFacts(
-        axes=state.axes,
-        params={number: entry.current_spec() for number, entry in enumerate(joint.entries)},
-        costs=costs,
-        device_type=mesh.device_type,
-        keep_bytes=state.plan.limit.spare,
-    )
-    pipeline = Pipeline(item for item in build_pipeline(options, facts) if item.needs_mesh)
-    runner = Runner(pipeline, verify=options.verify)
-    shards = {
-        node.name: entry
-        for node, entry in zip(joint.gm.graph.find_nodes(op="placeholder"), joint.entries, strict=False)
-    }
-    backward = None
-    if record.backward:
-        ahead, behind = Partitioner(runner, facts)(joint.gm, [], num_fwd_outputs=joint.results)
-        taken = [node.name for node in behind.graph.find_nodes(op="placeholder")]
-        forward = lower(ahead, keep=taken, shards=shards)
-        backward = lower(behind, gradients=range(len(joint.entries)), shards=shards)
-    else:
-        InferenceLowering(runner, facts)(joint.gm.graph)
-        forward = lower(joint.gm, shards=shards)
-    agreement.confirm("run different steps", runner.orders)
-    return StepPlan(record, joint.entries, shards, forward, backward)
+    @staticmethod
+    def of(state: PartitionState, options: BackendOptions, record: StepRecord, *, number: int) -> StepPlanning:
+        """Return the graph of a step of a model. All ranks call it at the same point.
+
+        Args:
+            state: The model.
+            options: The options with which its graphs were compiled.
+            record: The step.
+            number: Number among the compiles of this process.
+        """
+        mesh = state.parameter_mesh
+        agreement = Agreement.over(mesh)
+        known = known_costs(agreement, mesh.device_type)
+        costs = known.model(mesh, state.axes)
+        own = json.dumps([entry.name for entry in state.parameters if has_hooks(entry.param)])
+        said = agreement.exchange("which hooks they have", own).values()
+        hooked = {name for names in said for name in json.loads(names)}
+        alone = frozenset(entry for entry in state.parameters if entry.name in hooked)
+        signature, record = record.signature, record.without(alone)
+        joint = joint_graph(record, lambda work: costs.kernel_seconds(work.operations, work.moved, dtype=work.dtype))
+        names = enumerate(entry.name for entry in joint.entries)
+        facts = CaptureFacts(
+            axes=state.axes,
+            params={number: entry.current_spec() for number, entry in enumerate(joint.entries)},
+            roles={number: GraphInput(InputRole.SHARD, name, model_name=name) for number, name in names},
+            costs=costs,
+            device_type=mesh.device_type,
+            keep_bytes=state.step.limit.spare,
+            is_step=True,
+        )
+        code = plain_class(state.root).forward.__code__
+        function = SourceLine(code.co_filename, code.co_firstlineno, f"step of {type(state.root).__name__}")
+        request = CompileRequest(
+            number=number,
+            options=options,
+            pipeline=build_pipeline(options, facts),
+            mode=None,
+            capture=Capture(function),
+            module=state.root,
+            inputs=tuple(entry.param for entry in joint.entries),
+            facts=facts,
+            costs=known.describe(mesh, state.axes),
+            agreement=agreement,
+            reads_held=bool(record.held),
+        )
+        return StepPlanning(request, joint, record, alone, signature)
+
+    def run(self, watch: CompileWatch) -> tuple[StepPlan, CompileOutcome]:
+        """Run the passes, and return the plan.
+
+        Raises:
+            RanksDisagreeError: The ranks would run different collectives.
+        """
+        request, joint, record = self.request, self.joint, self.record
+        runner = Runner(request.pipeline, sink=watch, after_phase=watch.after_phase, verify=request.options.verify)
+        inputs = [node.name for node in joint.gm.graph.find_nodes(op="placeholder")]
+        shards = dict(zip(inputs, joint.entries, strict=False))
+        copies = dict(zip(inputs[len(shards) :], joint.copies, strict=False))
+        backward, kept = None, dict[str, ParameterState]()
+        if record.backward:
+            ahead, behind = Partitioner(runner, request.facts)(joint.gm, [], num_fwd_outputs=joint.results)
+            taken = {node.name for node in behind.graph.find_nodes(op="placeholder")}
+            kept = {
+                node.name: shards[origin(node).name]
+                for node in ahead.graph.nodes
+                if node.name in taken and is_wait(node) and origin(node).name in shards
+            }
+            forward = lower(ahead, keep=taken, shards=shards)
+            backward = lower(behind, gradients=range(len(joint.entries)), shards=shards)
+        else:
+            InferenceLowering(runner, request.facts)(joint.gm.graph)
+            forward = lower(joint.gm, shards=shards)
+        assert request.agreement is not None
+        request.agreement.confirm("run different steps", runner.orders)
+        plan = StepPlan(record, joint.entries, shards, copies, kept, self.alone, self.signature, forward, backward)
+        return plan, CompileOutcome(tuple(runner.records))
 
 
 def work_of(gm: GraphModule, inputs: Sequence[Any]) -> Work:

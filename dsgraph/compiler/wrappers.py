@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 
 from dsgraph.partitioning.accumulation.read_leaves import read_leaves
 from dsgraph.partitioning.accumulation.watched_graphs import watch_sums
-from dsgraph.partitioning.blocks.block_copies import BlockCopies
 from dsgraph.partitioning.eager.full_tensor import FullTensor
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
-from dsgraph.partitioning.state import PartitionState, held_by, partition_states
-from dsgraph.partitioning.step.step_record import StepUnit
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.passes import AxisRole, InputRole
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.equal_batches import EqualBatches, random_state
@@ -25,7 +22,6 @@ from .memory_limit.compile_ahead import stop_if_only_compiled
 from .memory_limit.limit_watch import watch_limit
 from .request import CompileRequest, GraphCompiler
 from .runs import compare_runs
-from .step_plans import plan_step
 
 Compiled = Callable[..., Any]
 
@@ -62,40 +58,6 @@ def hand_out_leaves(compiled: Compiled, request: CompileRequest, _: GraphCompile
         for number, leaf in zip(numbers, read_leaves([args[number] for number in numbers]), strict=True):
             given[number] = leaf
         return compiled(*given)
-
-    return run
-
-
-def gather_blocks(compiled: Compiled, request: CompileRequest, compiler: GraphCompiler) -> Compiled:
-    """Return `compiled`, preceded by the gathers of the repeated blocks whose parameters it reads, if it reads any."""
-    numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_block")]
-    if not numbers:
-        return compiled
-    waits, gathers_ahead = not compiler.awaits_copies, request.options.overlap_comm
-
-    def run(*args: Any) -> Any:
-        block: BlockCopies = args[numbers[0]].dsgraph_block
-        block.plan.gathers_ahead = gathers_ahead
-        return block.plan.run_graph(numbers, compiled, args, waits=waits)
-
-    return run
-
-
-def run_as_unit(compiled: Compiled, request: CompileRequest, _: GraphCompiler) -> Compiled:
-    """Return `compiled` as a unit of the step, if it reads full parameters that stand for shards."""
-    numbers = [number for number, value in enumerate(request.inputs) if hasattr(value, "dsgraph_entry")]
-    if not numbers or hasattr(request.inputs[numbers[0]], "dsgraph_block"):
-        return compiled
-    entry = request.inputs[numbers[0]].dsgraph_entry
-    state = held_by(entry.owners[0][0]).partition
-    name = request.unit.shared_name(request.unit.block) or type(state.root).__name__
-    unit = StepUnit(name, request.work)
-    if state.step.make_plan is None:
-        state.step.make_plan = partial(plan_step, state, request.options)
-
-    def run(*args: Any) -> Any:
-        step = held_by(args[numbers[0]].dsgraph_entry.owners[0][0]).partition.step
-        return step.run_unit(unit, numbers, compiled, args)
 
     return run
 
@@ -187,8 +149,6 @@ WRAPPERS: tuple[Callable[[Compiled, CompileRequest, GraphCompiler], Compiled], .
     hand_out_leaves,
     compare_ranks,
     refresh_copies,
-    gather_blocks,
-    run_as_unit,
     watch_added_sums,
     read_full_tensors,
     refuse_replaced,

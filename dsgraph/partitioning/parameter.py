@@ -57,11 +57,8 @@ class ParameterState:
         reducer: The transform that reduces its gradient in place of the average, if there is one.
         gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
             otherwise, and for replicated parameters.
-        block_copy: `[*shape]`, the gathered copy of stage 3 that graphs of a repeated block read; see `BlockCopies`.
-        block_read: `[*shape]`, what graphs read while the parameter's block runs: the block copy, or the rows of a
-            replicated parameter, differentiable with respect to the shard. None at other times.
-        stand_ins: Tensors `[*shape]` without memory that stand for the full parameter in graphs of units: the second one
-            requires a gradient. Empty if it is read in other ways.
+        stand_ins: Tensors `[*shape]` without memory that stand for the full parameter in graphs of units: the second
+            one requires a gradient. Empty if it is read in other ways.
         updates: Number of optimizer steps on it.
         is_held_for_step: True if stage 3 holds a gathered copy from the first micro-batch of a step to the last.
         freshness: Knowledge about the gathered copy.
@@ -83,10 +80,7 @@ class ParameterState:
     replicated_because: str = ""
     transforms: tuple[ParameterTransform, ...] = ()
     reducer: ParameterTransform | None = None
-    # A copy has no memory between uses, so that it cannot be printed.
     gathered_copy: Tensor | None = field(default=None, repr=False)
-    block_copy: Tensor | None = field(default=None, repr=False)
-    block_read: Tensor | None = field(default=None, repr=False)
     stand_ins: tuple[Tensor, ...] = field(default=(), repr=False)
     updates: int = 0
     is_held_for_step: bool = False
@@ -126,7 +120,8 @@ class ParameterState:
     def renew_stand_ins(self) -> None:
         """Make the tensors that stand for the full parameter, after its dtype or device has changed."""
         dtype, _ = self.spec.dtypes(self.param.dtype)
-        self.stand_ins = tuple(self._stand_in(dtype, trained) for trained in (False, True)[: 1 + dtype.is_floating_point])
+        ways = (False, True) if dtype.is_floating_point else (False,)
+        self.stand_ins = tuple(self._stand_in(dtype, trained) for trained in ways)
 
     def _stand_in(self, dtype: torch.dtype, trained: bool) -> Tensor:
         with torch.inference_mode(False):
@@ -227,7 +222,7 @@ class ParameterState:
         }
         noted = {"hooked_param": 0, "noted_version": -1}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
-        copies = {"gathered_copy": gathered_copy, "block_copy": None, "block_read": None, "stand_ins": ()}
+        copies = {"gathered_copy": gathered_copy, "stand_ins": ()}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

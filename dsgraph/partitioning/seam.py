@@ -34,13 +34,13 @@ from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
 from .accumulation.read_leaves import read_leaves
-from .blocks.block_copies import Plan, may_end_graph
+from .blocks.block import may_end_graph
+from .blocks.block_limit import BlockLimit
 from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
 from .markers import cast_leaf, gather_marker, marker_inputs, marker_options
-from .parameter import ParameterState
 from .stages import ZeroStage
 from .state import held_by
 
@@ -80,11 +80,9 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
         entry, partition = held_by(self).parameters[name], held_by(self).partition
         accumulated_grad = reducer = None
         is_ours = compiling_backend() == "dsgraph"  # other graphs do not wait for copies
-        if is_ours and entry.stand_ins and entry.gathered_copy is None and _ends_at_blocks(partition.plan):
+        if is_ours and entry.stand_ins and entry.gathered_copy is None and _may_be_unit(partition.step.limit):
             stand_in = entry.stand_ins[1 if param.requires_grad else 0]
             return stand_in.view_as(stand_in)  # an input that leaves the graph would not be seen
-        if is_ours and entry.block_read is not None:
-            return entry.block_read.view_as(entry.block_read)  # an input that leaves the graph would not be seen
         reads_copies = may_have_copy and is_ours
         if may_stay_local and partition.gradients_stay_local:
             if partition.accumulating:
@@ -97,7 +95,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
                 accumulated_grad = entry.sum_for_graphs
         if may_replace_reduction and torch.is_grad_enabled():
             reducer = entry.reducer
-        gathered_copy = _copy_for_graph(entry, partition.plan) if reads_copies else None
+        gathered_copy = entry.gathered_copy if reads_copies else None
         # The shape is read off the parameter: Dynamo may take integers from elsewhere for dynamic sizes.
         shape = param.shape if held is None else held.own_shape(param.shape)
         if in_transform():
@@ -110,16 +108,9 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
-def _ends_at_blocks(plan: Plan) -> bool:
-    """Return True for a graph that is a unit of a step: whatever its code reads is gathered before."""
-    return not in_transform() and may_end_graph(plan, in_checkpoint=True)
-
-
-def _copy_for_graph(entry: ParameterState, plan: Plan) -> Tensor | None:
-    """Return the gathered copy that the captured graph reads, if there is one."""
-    if entry.gathered_copy is None and not in_transform() and may_end_graph(plan, in_checkpoint=True):
-        return entry.block_copy
-    return entry.gathered_copy
+def _may_be_unit(limit: BlockLimit) -> bool:
+    """Return True for code whose graph is a unit of a step; inside a checkpoint each block is gathered by itself."""
+    return not in_transform() and may_end_graph(limit)
 
 
 @torch.compiler.assume_constant_result

@@ -20,8 +20,6 @@ from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 
 from .arguments import PartitionArguments
-from .blocks.block_copies import BlockCopies
-from .blocks.block_plan import BlockPlan
 from .gathered_copies import GatheredCopies, new_copy
 from .parameter import Freshness, ParameterState
 from .rows import placements_for
@@ -46,8 +44,7 @@ class PartitionState:
         operations: The operations that its ranks compare.
         reads: Its operations that torch runs on shards, such as `full_tensor()`; without a label. See `watched`.
         copies: Its gathered copies that are under way.
-        plan: Its repeated blocks, and the order in which they are gathered.
-        step: The graph of its step, by which parameters are gathered for units.
+        step: Its repeated blocks, and the graph of its step, by which parameters are gathered for units.
         phase: Where the step stands.
         accumulating: True inside `accumulate(model)`. Captured code reads this boolean and the next one.
         gradients_stay_local: True while gradients are added up instead of reduced.
@@ -74,7 +71,6 @@ class PartitionState:
     operations: ModelOperations = field(init=False)
     reads: ModelOperations = field(init=False)
     copies: GatheredCopies = field(init=False)
-    plan: BlockPlan = field(init=False)
     step: StepRun = field(init=False)
     phase: StepPhase = StepPhase.IDLE
     accumulating: bool = False
@@ -97,7 +93,6 @@ class PartitionState:
         slices = [] if tensor is None else [axis_group(tensor, 0).group_name]
         self.operations, self.reads = (ModelOperations(self.parameter_mesh, (*rows, *slices)) for _ in range(2))
         self.copies = GatheredCopies(self.operations)
-        self.plan = BlockPlan(self.operations)
         self.step = StepRun(self.operations)
         self.reduces_once = self.zero.reduces_once
 
@@ -150,7 +145,7 @@ class PartitionState:
         self.phase = phase
         self.accumulating = phase in (StepPhase.REDUCING_EACH, StepPhase.ADDING)
         self.gradients_stay_local = phase in (StepPhase.ADDING, StepPhase.LAST, StepPhase.ENDING)
-        self.plan.in_step = self.accumulating and bool(self.plan.limit.spare)
+        self.step.in_step = self.accumulating and bool(self.step.limit.spare)
         if phase is StepPhase.IDLE:
             self.reducing_in = self.reducing_after = -1
 
@@ -209,7 +204,7 @@ class PartitionState:
     def give_up_step(self) -> None:
         """Drop the micro-batches of a step. An update of the shards may follow, or another step."""
         self.copies.finish()
-        self.plan.release_held()
+        self.step.release_held()
         self.awaiting_last_backward = False
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
@@ -223,7 +218,7 @@ class PartitionState:
         """
         self.operations.updates += 1
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        self.plan.note_step(stepped)
+        self.step.release_held()
         for entry in self.parameters:
             entry.updates += id(entry.param) in stepped
         for entry in self.copied():
@@ -244,7 +239,6 @@ class PartitionState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.plan.operations = self.operations
         self.guard(self)
 
 
@@ -256,13 +250,11 @@ class PartitionedModule:
         partition: The model that it is part of.
         parameters: Its parameters, by attribute.
         equal_buffers: Names of its buffers that have the values of the mesh's first rank.
-        block: The gathered copies of its parameters, if it is a repeated block of stage 3.
     """
 
     partition: PartitionState
     parameters: dict[str, ParameterState] = field(default_factory=dict)
     equal_buffers: set[str] = field(default_factory=set)
-    block: BlockCopies | None = None
 
 
 def hold(module: nn.Module, part: PartitionState) -> PartitionedModule:

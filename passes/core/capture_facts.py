@@ -42,6 +42,7 @@ class CaptureFacts:
         unread: Parameters of the model that the graph does not read, which a step still keeps in memory.
         unread_copies: Bytes of their gathered copies.
         held_gradients: Bytes of gradients of earlier micro-batches that exist during a backward.
+        is_step: True for the graph of a step, whose nodes are runs of units.
         is_sliced: True if the graph communicates slices of tensors.
         stage: What a step needs besides the graph of a pipeline stage that keeps a limit; None for other graphs.
     """
@@ -61,6 +62,7 @@ class CaptureFacts:
     unread: tuple[ParameterSpec, ...] = ()
     unread_copies: int = 0
     held_gradients: int = 0
+    is_step: bool = False
     is_sliced: bool = False
     stage: StageNeeds | None = None
 

@@ -48,7 +48,8 @@ class GraphPass(ABC):
         reorders_collectives: True if it may change the order of collectives within a group.
         changes_collectives: True if it may add, remove or change collectives and markers.
         keeps_gathers: True if it may keep a gathered parameter for the backward, which would otherwise gather it again.
-        needs_mesh: True if it has nothing to do in a model that is not partitioned.
+        graph: "unit" for a pass of computation, which runs on each captured graph; "step" for a pass of gathers and
+            reductions, which runs on the graph of a step, and on a captured graph that has its own.
     """
 
     phase: ClassVar[Phase]
@@ -58,7 +59,7 @@ class GraphPass(ABC):
     reorders_collectives: ClassVar[bool] = False
     changes_collectives: ClassVar[bool] = False
     keeps_gathers: ClassVar[bool] = False
-    needs_mesh: ClassVar[bool] = False
+    graph: ClassVar[str] = "unit"
 
     @property
     def name(self) -> str:
@@ -71,7 +72,7 @@ class GraphPass(ABC):
 
     def applies(self, facts: CaptureFacts) -> bool:
         """Return True if the pass has something to do in graphs with these facts; otherwise it is left out."""
-        return facts.is_partitioned or not self.needs_mesh
+        return facts.is_partitioned if self.graph == "step" else not facts.is_step
 
     def fingerprint(self) -> str | None:
         """Return an identifier of code and options for torch's caches.
@@ -95,6 +96,7 @@ class FunctionPass(GraphPass):
     reorders_collectives: bool = False  # type: ignore[misc]
     changes_collectives: bool = False  # type: ignore[misc]
     keeps_gathers: bool = False  # type: ignore[misc]
+    graph: str = "unit"  # type: ignore[misc]
 
     @property
     def name(self) -> str:
@@ -129,6 +131,7 @@ def graph_pass(
     reorders_collectives: bool = False,
     changes_collectives: bool = False,
     keeps_gathers: bool = False,
+    graph: str = "unit",
 ) -> Callable[[Callable[[Any, PassContext], PassResult | int | None]], GraphPass]:
     """Make a pass from a function `(gm, ctx) -> int | PassResult`; a number counts changed places.
 
@@ -141,13 +144,16 @@ def graph_pass(
         reorders_collectives: See `GraphPass`.
         changes_collectives: See `GraphPass`.
         keeps_gathers: See `GraphPass`.
+        graph: See `GraphPass`.
 
     Raises:
-        PassError: `phase` is not a phase.
+        PassError: `phase` is not a phase, or `graph` is neither "unit" nor "step".
     """
     known = [item.value for item in Phase]
     if not isinstance(phase, Phase) and phase not in known:
         raise PassError(f"graph_pass: phase is {phase!r}; it takes one of {', '.join(known)}")
+    if graph not in ("unit", "step"):
+        raise PassError(f'graph_pass: graph is {graph!r}; it takes "unit" or "step"')
     when = Phase(phase)
 
     def decorate(function: Callable[[Any, PassContext], PassResult | int | None]) -> GraphPass:
@@ -160,6 +166,7 @@ def graph_pass(
             reorders_collectives=reorders_collectives,
             changes_collectives=changes_collectives,
             keeps_gathers=keeps_gathers,
+            graph=graph,
         )
 
     return decorate

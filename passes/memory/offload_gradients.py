@@ -28,7 +28,7 @@ class OffloadGradients(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def applies(self, facts: CaptureFacts) -> bool:

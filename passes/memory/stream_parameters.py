@@ -40,7 +40,7 @@ class StreamForwardParameters(GraphPass):
     ahead_bytes: int = 64 * 2**20
 
     phase: ClassVar[Phase] = Phase.FORWARD
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
 
     def applies(self, facts: CaptureFacts) -> bool:
         """Return True if parameters of the graph are stored on disk."""

@@ -48,7 +48,7 @@ class Bucketing(GraphPass):
     bucket_bytes: int | None = None
     latency_share: float = 0.25
 
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 

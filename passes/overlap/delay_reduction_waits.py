@@ -41,7 +41,7 @@ class DelayReductionWaits(GraphPass):
     in_flight_bytes: int = 64 * 2**20
 
     phase: ClassVar[Phase] = Phase.BACKWARD
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     provides: ClassVar[frozenset[str]] = frozenset({"delayed-reduction-waits"})
 

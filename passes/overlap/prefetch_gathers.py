@@ -50,7 +50,7 @@ class PrefetchForwardGathers(GraphPass):
     ahead_bytes: int = 64 * 2**20
 
     phase: ClassVar[Phase] = Phase.FORWARD
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     provides: ClassVar[frozenset[str]] = frozenset({"prefetched-forward-gathers"})
     reorders_collectives: ClassVar[bool] = True

@@ -46,7 +46,7 @@ class LowerForwardSlices(GraphPass):
     changes_collectives: ClassVar[bool] = True
 
     def applies(self, facts: CaptureFacts) -> bool:
-        return facts.is_sliced
+        return facts.is_sliced and not facts.is_step
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _LOWERED]

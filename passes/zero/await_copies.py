@@ -27,7 +27,7 @@ class AwaitCopies(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.FORWARD
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         gathered_copies = [node for node in placeholders(gm) if node.name in ctx.gathered_copies]

@@ -42,7 +42,7 @@ class BucketSmallReductions(GraphPass):
     bucket_bytes: int = 25 * 2**20
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"bucketed-small-reductions"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})  # it buckets the markers

@@ -53,7 +53,7 @@ class ChooseCollectiveAlgorithms(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 

@@ -31,7 +31,7 @@ class CompressGathers(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"compressed-gathers"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})  # it rewrites the markers

@@ -68,7 +68,7 @@ class CompressReductions(GraphPass):
     bucket_bytes: int = 25 * 2**20
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"compressed-reductions"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})

@@ -51,7 +51,7 @@ class InsertZeroCollectives(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})

@@ -24,7 +24,6 @@ from dsgraph.passes.ir.graph import (
     is_barrier,
     is_gathered_again,
     is_view,
-    is_wait,
     placeholders,
     wait_of,
 )
@@ -39,13 +38,13 @@ class KeepLastGather(GraphPass):
     after:   last = wait_tensor(all_gather_into_tensor(shard)); loss = f(x, last)      # last: MUST_SAVE
 
     The backward of a loss begins where the forward ends, usually with the output layer's weight: gathering it again
-    would have to be waited for with nothing to compute. In the graph of a step, all parameters of the last unit are kept
-    if the backward begins with it. Left alone: graphs without an output of one element to
-    differentiate, such as one block of a model that is compiled block by block, whose backward may be far away.
+    would have to be waited for with nothing to compute. In the graph of a step, all parameters of the last unit are
+    kept if the backward begins with it. Left alone: other graphs without an output of one element to differentiate,
+    whose backward may be far away.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     keeps_gathers: ClassVar[bool] = True
 
@@ -53,8 +52,7 @@ class KeepLastGather(GraphPass):
         tangents = [node.meta["val"] for node in placeholders(gm) if is_tangent(node)]
         gathers = [started for started in collectives(gm) if is_gather(started) and is_gathered_again(started)]
         if find_calls(gm, RUN_BACKWARD):
-            last = _last_unit(gm)
-            kept = [started for started in gathers if last in wait_of(started).users]
+            kept = _of_last_unit(gm, gathers)
             for started in kept:
                 _keep(started, ctx)
             return PassResult(changed=len(kept))
@@ -70,18 +68,38 @@ def _keep(started: Node, ctx: PassContext) -> None:
     kept = wait_of(started)
     decide(kept, Choice.SAVE)
     kept.meta[KEPT] = True
-    ctx.budget.take(MemoryPart.GATHERED_COPIES, started.name, number_of(kept, tensor_bytes(fake_value(kept))))
+    ctx.budget.take(MemoryPart.GATHERED_COPIES, started.name, _bytes(started))
 
 
-def _last_unit(gm: GraphModule) -> Node | None:
-    """Return the first backward of a step that reads gathered parameters, if its forward was the last to do so."""
+def _of_last_unit(gm: GraphModule, gathers: list[Node]) -> list[Node]:
+    """Return the gathers of the last unit of a step's forward, if the backward begins with it.
+
+    Of a unit that reads more than all others, such as a model that is one graph, the last gather is returned.
+    """
     forwards, backwards = (
-        [node for node in find_calls(gm, target) if any(map(is_wait, node.args[2]))]
+        {node.args[0]: found for node in find_calls(gm, target) if (found := _gathered_for(node, gathers))}
         for target in (RUN_FORWARD, RUN_BACKWARD)
     )
-    trained = {node.args[0] for node in backwards}
-    last = [node.args[0] for node in forwards if node.args[0] in trained][-1:]
-    return backwards[0] if last == [node.args[0] for node in backwards[:1]] else None
+    last = [call for call in forwards if call in backwards][-1:]
+    if not last or last != list(backwards)[:1]:
+        return []
+    sizes = {call: sum(_bytes(started) for started in found) for call, found in backwards.items()}
+    kept = backwards[last[0]]
+    return kept if sizes.pop(last[0]) <= max(sizes.values(), default=0) else kept[-1:]
+
+
+def _gathered_for(unit: Node, gathers: list[Node]) -> list[Node]:
+    """Return the gathers of the parameters that a unit reads."""
+    found = []
+    for node in unit.all_input_nodes:
+        while node.op == "call_function" and node not in gathers and len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        found += [node] if node in gathers else []
+    return found
+
+
+def _bytes(started: Node) -> int:
+    return number_of(started, tensor_bytes(fake_value(wait_of(started))))
 
 
 def _why_nothing(gathers: list[Node], ctx: PassContext) -> tuple[str, ...]:
@@ -104,7 +122,7 @@ class ReleaseKeptGather(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:

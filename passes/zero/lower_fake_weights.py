@@ -30,7 +30,7 @@ class LowerFakeWeights(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:

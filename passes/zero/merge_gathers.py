@@ -32,7 +32,7 @@ class MergeGathers(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.CAPTURE
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     changes_collectives: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"merged-gathers"})
 

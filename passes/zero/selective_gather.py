@@ -36,7 +36,7 @@ class SelectiveGather(GraphPass):
     """
 
     phase: ClassVar[Phase] = Phase.JOINT
-    needs_mesh: ClassVar[bool] = True
+    graph: ClassVar[str] = "step"
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
     keeps_gathers: ClassVar[bool] = True
 

@@ -109,7 +109,7 @@ def over_limit(request: CompileRequest, outcome: CompileOutcome) -> str:
     if outcome.step_peak is None or limit is None:
         return ""
     states = partition_states(request.module) if request.module is not None else []
-    copies = sum(state.plan.limit.staying for state in states) if is_limited_block(request.facts) else 0
+    copies = sum(state.step.limit.staying for state in states) if is_limited_block(request.facts) else 0
     takes = outcome.step_peak + copies
     if takes <= limit:
         return ""
@@ -182,19 +182,19 @@ def _with_block(request: CompileRequest, limit: float) -> CaptureFacts:
     """Return the facts of a graph; if it is a repeated block, with what a step needs besides it."""
     module, block, facts = request.module, request.unit.block, request.facts
     states = partition_states(module) if module is not None else []
-    around = states[0].plan.limit.around if len(states) == 1 else None
+    around = states[0].step.limit.around if len(states) == 1 else None
     if around is None or block not in around.in_flight or not request.trains or _is_part(request):
         return facts
     (state,) = states
-    data = (value for value in request.inputs if isinstance(value, Tensor) and not hasattr(value, "dsgraph_block"))
-    blocks = [copies.memory() for copies in state.plan.blocks]
+    data = (value for value in request.inputs if isinstance(value, Tensor) and not hasattr(value, "dsgraph_entry"))
+    blocks = [copies.memory() for copies in state.step.blocks]
     of_blocks = 0 if held_gradients(state.root) else sum(one.gradients for one in blocks)  # else they exist already
     held = {
         "gradients": sum(entry.gradient_bytes for entry in state.parameters if entry.param.requires_grad) - of_blocks,
         "communication": max(2 * one.copies + one.full_gradients for one in blocks),
         AROUND: max(0, around.beside - sum(map(_bytes, data))),
     }
-    state.plan.limit.note_planned(around)
+    state.step.limit.note_planned(around)
     needs = StageNeeds(
         held,
         around.in_flight[block],
@@ -235,7 +235,7 @@ def agree_on_spare(
     spare = agreements.over(state.parameter_mesh).least_spare(lines, lambda: -1 if refusal is not None else own)
     if refusal is None and spare == -1:
         return MemoryLimitError("memory_limit cannot be kept on another rank, with blocks as graphs of their own")
-    state.plan.note_spare(max(0, spare or 0))
+    state.step.note_spare(max(0, spare or 0))
     return refusal
 
 
@@ -252,7 +252,7 @@ def is_limited_block(facts: CaptureFacts) -> bool:
 def is_counted_around(request: CompileRequest) -> bool:
     """Return True for a graph around blocks whose memory the plan of the blocks counts."""
     states = partition_states(request.module) if request.module is not None else []
-    return request.capture.is_around_blocks and any(state.plan.limit.is_kept for state in states)
+    return request.capture.is_around_blocks and any(state.step.limit.is_kept for state in states)
 
 
 def _is_part(request: CompileRequest) -> bool:

@@ -33,7 +33,7 @@ def watch_limit(compiled: Compiled, request: CompileRequest, compiler: GraphComp
     states = partition_states(request.module)
     if not states:
         return compiled  # of a pipeline stage, which `StageLimits` watches
-    calls = 1 if facts.stage is None else max(1, len(states[0].plan.blocks))
+    calls = 1 if facts.stage is None else max(1, len(states[0].step.blocks))
     peak, strict, function = compiler.outcome.step_peak, request.options.strict, request.function
     spare = 0 if peak is None else limit - peak
     trained = {number: shard_bytes(info) for number, info in facts.params.items() if info.requires_grad}
@@ -49,7 +49,7 @@ def watch_limit(compiled: Compiled, request: CompileRequest, compiler: GraphComp
         held = sum(size for number, size in trained.items() if args[number].grad is not None)
         if facts.stage is not None and any(args[number].dsgraph_entry.param.grad is not None for number in blocks):
             held = facts.stage.gradients
-        if held - facts.held_gradients > (spare if facts.stage is None else states[0].plan.limit.left):
+        if held - facts.held_gradients > (spare if facts.stage is None else states[0].step.limit.left):
             return (
                 f"{held:,} bytes of gradients are held from an earlier backward: use zero_grad(set_to_none=True) after "
                 "each step, dsgraph.accumulate around micro-batches, or a larger limit"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dsgraph.compat.dynamo import is_set
-from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
 from dsgraph.partitioning.blocks.repeated_blocks import find_blocks, read_blocks
 from dsgraph.passes.parallel.stages.stage_graphs import StageGraph, StageGraphModule
 from dsgraph.passes.parallel.stages.stage_segments import Segment, blocks_in, segments_of
@@ -122,8 +121,7 @@ class Techniques:
         transforms: True if transforms change how parameters are gathered or reduced: they need shards, also over one
             data-parallel rank.
         offload: As for `partition`, for the shards.
-        blocks: As for `partition`: compiled stages have one graph for all equal blocks. Options that need one graph,
-            such as `strict`, compile a stage as one all the same.
+        blocks: As for `partition`: compiled stages have one graph for all equal blocks.
         drops: Paths of blocks that a micro-batch may leave out.
     """
 
@@ -150,8 +148,7 @@ class Techniques:
             PartitionError: `blocks` names no list of blocks.
         """
         chosen = options or {}
-        one_graph = any(is_set(chosen, name) for name in NEED_ONE_GRAPH)
-        modules = find_blocks(model, read_blocks(self.blocks)) if options is not None and not one_graph else frozenset()
+        modules = find_blocks(model, read_blocks(self.blocks)) if options is not None else frozenset()
         found = frozenset(name for name, module in model.named_modules() if module in modules) | {*self.drops}
         if found and schedule in ZERO_BUBBLE:
             raise OptionError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dsgraph.partitioning.transforms.quantized_weight import forward_of
 from dsgraph.passes.analysis.block_memory import AroundBlocks
 from dsgraph.passes.memory.fit import MemoryLimitError
 
-from .block_copies import NEED_ONE_GRAPH, BlockCopies, may_end_graph
+from .block import Block, may_end_graph
 from .block_limit import BlockLimit
 from .fake_step import around_blocks, kinds_of
 from .repeated_blocks import IS_BLOCK, is_block, is_of_torch, is_plain
@@ -48,13 +47,13 @@ def block_methods(module: nn.Module, blocks: Collection[nn.Module], *, is_root: 
 
 
 def define_blocks(model: nn.Module, part: PartitionState) -> None:
-    """Give each block of a model of stage 3 the gathered copies of its parameters, in place of earlier ones.
+    """List the blocks of a model of stage 3, and give its parameters stand-ins for the graphs of units.
 
     A parameter that several blocks share belongs to the first; one on disk is read where it is used.
     """
     if not part.zero.gathers_each_use:
         return
-    part.plan.clear()
+    part.step.clear()
     by_owner = {owner: entry for entry in part.parameters for owner in entry.owners}
     taken: set[int] = set()
     for name, module in model.named_modules():
@@ -67,13 +66,10 @@ def define_blocks(model: nn.Module, part: PartitionState) -> None:
         sharded, replicated = (
             [entry for entry in own if bool(entry.spec.group) is is_sharded] for is_sharded in (True, False)
         )
-        copies = BlockCopies(name, part.plan, sharded, replicated)
-        held_by(module).block = copies
-        part.plan.blocks.append(copies)
-    part.step.is_active = bool(part.plan.blocks) and os.environ.get("DSGRAPH_STEP_GRAPH") == "1"
+        part.step.blocks.append(Block(name, sharded, replicated))
     for entry in part.parameters:
         entry.stand_ins = ()
-        if part.step.is_active and not entry.tier and entry.param.device.type != "meta":
+        if part.step.blocks and not entry.tier and entry.param.device.type != "meta":
             entry.renew_stand_ins()
 
 
@@ -83,7 +79,7 @@ def _as_frame(forward: Callable[..., Any], blocks: int) -> Callable[..., Any]:
         if (
             torch.compiler.is_compiling()
             and not in_transform()
-            and may_end_graph(held_by(self).partition.plan)
+            and may_end_graph(held_by(self).partition.step.limit)
             and is_plain((args, kwargs))
         ):
             return _run_block(forward, blocks, self, args, kwargs)
@@ -98,7 +94,7 @@ def _as_root(forward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         options = options_of_calls()
-        if not is_set(options, "memory_limit") or any(is_set(options, name) for name in NEED_ONE_GRAPH):
+        if not is_set(options, "memory_limit"):
             return forward(self, *args, **kwargs)
         before = _count_around(self, options["memory_limit"], args, kwargs)
         try:
@@ -152,8 +148,8 @@ class _Before:
 def _note_forward(model: nn.Module) -> None:
     """Note that a forward under a limit has returned; warn if it took more than was planned for."""
     part = held_by(model).partition
-    part.plan.limit.is_settled = True
-    gap = part.plan.limit.excess(len(part.plan.ran()))
+    part.step.limit.is_settled = True
+    gap = part.step.limit.excess(len(part.step.ran()))
     if gap and gap not in part.limit_gaps:
         part.limit_gaps.append(gap)
         warnings.warn(f"memory_limit cannot be promised for {type(model).__name__}: {gap}", stacklevel=3)
@@ -174,8 +170,8 @@ def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: 
         sizes at different times, so only the first may still be compiled as one graph.
     """
     part = held_by(model).partition
-    limit, batch = part.plan.limit, (model.training, kinds_of((args, kwargs), with_numbers=False))
-    if part.root is not model or not part.plan.blocks:
+    limit, batch = part.step.limit, (model.training, kinds_of((args, kwargs), with_numbers=False))
+    if part.root is not model or not part.step.blocks:
         return None
     is_first = limit.begin(value)
     if limit.needs_one_graph:
@@ -200,32 +196,11 @@ def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: 
 def _run_block(
     forward: Callable[..., Any], blocks: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    try:
-        _begin(block)
-        # A graph may be that of one block alone: a layer that writes to a cache reads its own number.
-        with _allowing_more_recompiles(blocks):
-            outputs = forward(block, *args, **kwargs)
-    except BaseException:
-        _end(block, failed=True)
-        raise
-    _end(block)
-    return outputs
+    # A graph may be that of one block alone: a layer that writes to a cache reads its own number.
+    with _allowing_more_recompiles(blocks):
+        return forward(block, *args, **kwargs)
 
 
 @torch.compiler.disable
 def _allowing_more_recompiles(number: int) -> Any:
     return allowing_recompiles(recompile_limit() + number)
-
-
-@torch.compiler.disable
-def _begin(block: nn.Module) -> None:
-    held = held_by(block)
-    if held.block is not None and not held.partition.step.is_active:
-        held.partition.plan.begin(held.block)
-
-
-@torch.compiler.disable
-def _end(block: nn.Module, *, failed: bool = False) -> None:
-    held = held_by(block)
-    if held.block is not None and not held.partition.step.is_active:
-        held.partition.plan.end(held.block, failed=failed)

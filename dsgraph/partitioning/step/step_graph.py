@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,13 @@ class JointStep:
         gm: The joint graph. Placeholders are shards, what comes from outside, and the tangent. Outputs are the results
             of the last unit, then a gradient for each shard.
         entries: The parameters, in the order of the first placeholders.
+        copies: The parameters whose full copies are the placeholders after them.
         results: Number of results of the forward.
     """
 
     gm: GraphModule
     entries: tuple[ParameterState, ...]
+    copies: tuple[ParameterState, ...]
     results: int
 
 
@@ -64,10 +67,14 @@ class _Builder:
         """Return the graph."""
         record = self._record
         shards = {
-            entry: self._input(entry.name.replace(".", "_"), entry.rows, number)
+            entry: self._input(_identifier(entry.name), entry.rows, number)
             for number, entry in enumerate(self._entries)
         }
-        outside = self._input("batch", torch.empty(1), len(shards))
+        self._copies = {
+            entry: self._input(f"{_identifier(entry.name)}_held", self._full_of(entry), len(shards) + number)
+            for number, entry in enumerate(entry for entry in self._entries if entry in record.held)
+        }
+        outside = self._input("batch", torch.empty(1), len(shards) + len(self._copies))
         tangent = self._tangent() if record.backward else None
         self._end = self._graph.output(())
         for number, call in enumerate(record.calls):
@@ -79,7 +86,7 @@ class _Builder:
         self._end.args = ((*results, *gradients),)
         descs = [plain_output(number) for number in range(len(results))]
         self._end.meta["desc"] = descs + [gradient_output(number) for number in range(len(gradients))]
-        return JointStep(GraphModule(nn.Module(), self._graph), self._entries, len(results))
+        return JointStep(GraphModule(nn.Module(), self._graph), self._entries, tuple(self._copies), len(results))
 
     def _fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         with self._mode:
@@ -122,7 +129,8 @@ class _Builder:
 
     def _marker(self, entry: ParameterState, shard: Node) -> Node:
         options = marker_options(entry.spec, entry.param.dtype)
-        return emit(self._end, torch.ops.dsgraph.gather_param.default, shard, None, list(entry.spec.shape), **options)
+        what = (shard, self._copies.get(entry), list(entry.spec.shape))
+        return emit(self._end, torch.ops.dsgraph.gather_param.default, *what, **options)
 
     def _backward(self, tangent: Node) -> dict[ParameterState, Node]:
         """Add the backward, and return the reduced gradients. Each unit's depends on the one before."""
@@ -130,7 +138,7 @@ class _Builder:
         before = tangent
         for number in self._record.backward:
             call = self._record.calls[number]
-            fakes = [self._gradient(call, before.meta["val"]), *(self._grad_of(entry) for entry in call.trained)]
+            fakes = [self._gradient(call, before.meta["val"]), *map(self._full_of, call.trained)]
             reads = self._full[number] if call.outputs else []  # autograd keeps what uncompiled code has read
             args = (number, [self._saved[number], before], reads)
             node = self._call(RUN_BACKWARD, args, tuple(fakes), f"run_{number}_backward")
@@ -153,6 +161,11 @@ class _Builder:
         like: Any = found[0] if found else otherwise
         return self._fake(like.shape, like.dtype, like.device)
 
-    def _grad_of(self, entry: ParameterState) -> Tensor:
+    def _full_of(self, entry: ParameterState) -> Tensor:
         dtype, _ = entry.spec.dtypes(entry.param.dtype)
         return self._fake(entry.spec.shape, dtype, entry.param.device)
+
+
+def _identifier(name: str) -> str:
+    found = re.sub(r"\W", "_", name)
+    return found if found.isidentifier() else f"_{found}"

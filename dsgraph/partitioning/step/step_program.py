@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
-from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import is_gather
 from dsgraph.passes.ir.graph import is_wait
@@ -125,7 +124,7 @@ def _as_generator(gm: GraphModule) -> tuple[str, Callable[..., Steps]]:
     for unit in (RUN_FORWARD, RUN_BACKWARD):
         text = text.replace(f"torch.ops.{unit}(", "yield (")
     known = dict(code.globals)
-    exec(compile(text + "\n    yield\n" * ("yield" not in text), "<step graph>", "exec"), known)  # noqa: S102
+    exec(compile(text + "\n    yield\n" * ("yield" not in text), "<step graph>", "exec"), known)
     return text, known["forward"]
 
 
@@ -178,10 +177,10 @@ class Run:
             self.leave([gradients.get(number, zero) for number, zero in enumerate(zeros)])
             gradients = {}
 
-    @torch.no_grad()
     def _go_on(self, sent: list[Any] | None) -> None:
         try:
-            found = self.steps.send(sent if self._has_begun else None)
+            with torch.inference_mode(False), torch.no_grad():  # a later unit may be trained
+                found = self.steps.send(sent if self._has_begun else None)
             self._has_begun = True
             if found is not None:
                 self._full = found[2]

@@ -40,10 +40,12 @@ class StepUnit:
 
     Attributes:
         name: Its name in prints.
+        block: The repeated block whose graph it is, with `*` for what differs between blocks; empty for others.
         work: What it computes; nothing if that is not known.
     """
 
     name: str
+    block: str = ""
     work: Work = Work()
 
 
@@ -96,10 +98,12 @@ class StepRecord:
     Attributes:
         calls: Calls of units, in their order.
         backward: Numbers of the calls whose backward ran, in their order.
+        held: Parameters of which a full copy exists already, from a micro-batch before.
     """
 
     calls: list[Call] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
+    held: frozenset[ParameterState] = frozenset()
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin(self, unit: StepUnit, key: Key, entries: Entries, inputs: Sequence[Any]) -> int:
@@ -128,13 +132,18 @@ class StepRecord:
             replace(call, trained=call.trained if number in backward else ())
             for number, call in enumerate(self.calls[:calls])
         ]
-        return StepRecord(kept, list(backward))
+        return StepRecord(kept, list(backward), self.held)
+
+    def without(self, alone: frozenset[ParameterState]) -> StepRecord:
+        """Return a record in which the gradients of some parameters are reduced outside the graph of the step."""
+        calls = [replace(call, trained=tuple(e for e in call.trained if e not in alone)) for call in self.calls]
+        return replace(self, calls=calls)
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What distinguishes it from steps of another kind."""
         calls = tuple((call.key, tuple(map(id, call.trained))) for call in self.calls)
-        return calls, tuple(self.backward)
+        return calls, tuple(self.backward), self.held
 
 
 def _value(tensor: Tensor, call: int, number: int) -> Value:

@@ -28,11 +28,13 @@ from dsgraph.compat.dtensor import distributed_like
 from dsgraph.compat.tensors import unseen_by_modes
 from dsgraph.inductor_ext import Ranks, start_gather_rows
 from dsgraph.inductor_ext.collectives.algorithms import usual_gather
-from dsgraph.partitioning.blocks.block_reads import RunningReduction, only_adds, start_reductions
+from dsgraph.partitioning.blocks.block import Block
+from dsgraph.partitioning.blocks.block_limit import BlockLimit
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.ranks.model_operations import ModelOperations
 
+from .reductions import add_gradient, only_adds, start_reductions
 from .step_program import Program, Run
 from .step_record import Entries, Key, StepRecord, StepUnit
 
@@ -51,7 +53,11 @@ class StepPlan:
     Attributes:
         record: The step.
         entries: The parameters, by the numbers of their gradients.
-        shards: Name of an input of the programs -> parameter.
+        shards: Name of an input of the programs -> parameter whose shard it is.
+        copies: The same for full parameters that were gathered before.
+        kept: Name of a result of the forward -> parameter that it keeps for the backward.
+        alone: Parameters with hooks on any rank, whose gradients each rank reduces at once.
+        signature: See `StepRecord.signature`.
         forward: The program of the forward.
         backward: That of the backward; None if none followed.
         number: Number of the plan, the same on all ranks.
@@ -60,9 +66,19 @@ class StepPlan:
     record: StepRecord
     entries: Entries
     shards: Mapping[str, ParameterState]
+    copies: Mapping[str, ParameterState]
+    kept: Mapping[str, ParameterState]
+    alone: frozenset[ParameterState]
+    signature: Any
     forward: Program
     backward: Program | None
     number: int = 0
+
+    @property
+    def holds(self) -> set[ParameterState]:
+        """The parameters that it keeps for the backward, besides those of the unit with which the backward begins."""
+        last = () if self.backward is None else self.record.calls[self.backward.calls[0]].entries
+        return set(self.kept.values()).difference(last)
 
     def run(self, program: Program, deliver: Callable[[ParameterState, Tensor], None], kept: Mapping[str, Any]) -> Run:
         """Return a run of a program.
@@ -70,7 +86,7 @@ class StepPlan:
         Args:
             program: One of the plan's.
             deliver: Takes each parameter and its reduced gradient.
-            kept: Full parameters that the forward kept, by name.
+            kept: Full parameters that were gathered before, by name.
         """
         values = (self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs)
         steps = program.code(None, lambda number, value: deliver(self.entries[number], value), *values)
@@ -137,7 +153,10 @@ class StepRun:
         operations: The model's operations, which ranks compare.
         make_plan: Makes a plan of a record; None until something is compiled.
         plans: The plans.
-        is_active: True if parameters are read through it.
+        blocks: The model's repeated blocks.
+        limit: The state of a `memory_limit`. Memory that it leaves holds full parameters for the backward.
+        gathers_ahead: False if the graphs were compiled with `overlap_comm=False`.
+        in_step: True while further micro-batches of a step follow, for which a limit leaves memory.
         left: Reasons for which plans were left, the last ones.
         gathered_alone: Number of parameters that were gathered outside a plan.
     """
@@ -145,7 +164,10 @@ class StepRun:
     operations: ModelOperations
     make_plan: MakePlan | None = None
     plans: list[StepPlan] = field(default_factory=list)
-    is_active: bool = False
+    blocks: list[Block] = field(default_factory=list)
+    limit: BlockLimit = field(default_factory=BlockLimit)
+    gathers_ahead: bool = True
+    in_step: bool = False
     left: list[str] = field(default_factory=list)
     gathered_alone: int = 0
     _next: dict[int, StepPlan] = field(default_factory=dict)
@@ -156,6 +178,8 @@ class StepRun:
     _task: int = _NONE
     _present: dict[ParameterState, Tensor] = field(default_factory=dict)
     _given: set[ParameterState] = field(default_factory=set)
+    _held: dict[ParameterState, tuple[Tensor, tuple[int, int, int]]] = field(default_factory=dict)
+    _recorded: StepRecord = field(default_factory=StepRecord)
     _saved_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -198,7 +222,7 @@ class StepRun:
     @unseen_by_modes
     def read(self, entry: ParameterState) -> Tensor | None:
         """Return a full parameter for uncompiled code in a forward; None if it must be gathered in another way."""
-        if not self.is_active or running_backward() != _NONE:
+        if not self.blocks or running_backward() != _NONE:
             return None
         forward, number = self._enter(UNCOMPILED, (entry,), ())
         forward.reads.add(number)
@@ -215,13 +239,45 @@ class StepRun:
         if self._forward.run is not None:
             self._leave_forward(self._forward, "the forward did not end")
 
+    def ran(self) -> list[Block]:
+        """Return the blocks whose graphs ran in the last step, in their order."""
+        record = self._forward.record or self._recorded
+        of = {entry: block for block in self.blocks for entry in (*block.entries, *block.replicated)}
+        read = (entry for call in record.calls if call.unit.block for entry in call.entries)
+        return list(dict.fromkeys(of[entry] for entry in read if entry in of))
+
+    def staying(self) -> list[Block]:
+        """Return the blocks whose full parameters stay from the forward to the backward, in their order."""
+        ran, kept = self.ran(), {entry for plan in self.plans for entry in plan.kept.values()}
+        return [block for block in ran if kept.issuperset(block.entries)] or ran[-1:]
+
+    def holds(self) -> set[ParameterState]:
+        """Return the parameters that are gathered once for all micro-batches of a step, where memory is left."""
+        return set().union(*(plan.holds for plan in self.plans)) if self.limit.spare else set()
+
     def note_spare(self, spare: int) -> None:
-        """Drop the plans: they were made for another amount of spare memory."""
-        self.plans, self._next, self._last = [], {}, None
+        """Note the bytes of a limit that a step leaves on all ranks; plans for another amount are dropped."""
+        known, self.limit.spare = self.limit.spare, spare if self.limit.spare is None else min(self.limit.spare, spare)
+        if self.limit.spare != known:
+            self._drop_plans()
+
+    def release_held(self) -> None:
+        """Release what was held for micro-batches that do not follow."""
+        self._held = {}
+
+    def clear(self) -> None:
+        """Remove all blocks, which are about to be defined again."""
+        self.blocks = []
+        self._forward = Forward()
+        self._drop_plans()
+
+    def _drop_plans(self) -> None:
+        self.plans, self._next, self._last, self._held = [], {}, None, {}
+        self._recorded = StepRecord()
 
     def _enter(self, unit: StepUnit, entries: Entries, inputs: Sequence[Any]) -> tuple[Forward, int]:
         """Return the forward that a call belongs to, and the call's number in it; -1 if nothing is recorded."""
-        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled())
+        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), any(entry in self._held for entry in entries))
         if self._task != _NONE:  # the backward raised an error
             self.settle()
         now = self._forward
@@ -230,7 +286,7 @@ class StepRun:
                 now.number += 1
                 return now, now.number - 1
             self._leave_forward(now, f"call {now.number} was not {unit.name}")
-        if now.is_over or now.record is None or self._begins_again(now.record, key):
+        if now.is_over or now.record is None or _begins_again(now.record, key):
             now = self._begin(key)
             if now.run is not None:
                 now.number = 1
@@ -239,23 +295,24 @@ class StepRun:
             return now, _NONE
         return now, now.record.begin(unit, key, entries, inputs)
 
-    def _begins_again(self, record: StepRecord, key: Key) -> bool:
-        return not torch.is_grad_enabled() and bool(record.calls) and record.calls[0].key == key
-
     def _begin(self, key: Key) -> Forward:
         """Begin a forward, with the plan that followed the last one, if it begins with this call."""
         self._note(self._forward)
         if (realised := self._forward.realised) is not None:
             self._next[id(self._last)], self._last = realised, realised
-        found = [plan for plan in self.plans if plan.record.calls[0].key == key]
+        if any(state != _state_of(entry) for entry, (_, state) in self._held.items()):
+            self._held = {}
+            key = (*key[:2], False)
+        found = [plan for plan in self.plans if plan.record.calls[0].key == key and plan.record.held == set(self._held)]
         expected = self._next.get(id(self._last))
         plan = expected if expected in found else found[-1] if found else None
         if plan is None:
-            self._forward = Forward(record=StepRecord())
+            self._forward = Forward(record=StepRecord(held=frozenset(self._held)))
         else:
+            copies = {name: self._held[entry][0] for name, entry in plan.copies.items()}
             with self.operations.gathering(f"the parameters of plan {plan.number}", outside=False):
-                run = plan.run(plan.forward, self._add, {})
-            self._forward = Forward(plan, run, follows=True, realised=plan)
+                run = plan.run(plan.forward, self._deliver, copies)
+            self._forward = Forward(plan, run, follows=True, realised=plan, kept=copies)
         return self._forward
 
     def _end_call(self, forward: Forward, number: int, outputs: Any) -> None:
@@ -263,7 +320,7 @@ class StepRun:
         if forward.run is not None:
             forward.run.leave()
             if forward.run.next_call == _NONE:
-                forward.kept, forward.run = forward.run.kept, None
+                forward.kept, forward.run = {**forward.kept, **forward.run.kept}, None
         if forward.record is not None and number != _NONE:
             forward.record.end(number, outputs, self._saved_bytes)
 
@@ -308,7 +365,7 @@ class StepRun:
                 self._saved_bytes += tensor.nbytes
                 return tensor if outer is None else outer[0](tensor)
             size, stride = tuple(tensor.shape), tensor.stride()
-            return _Saved(entry, _state_of(entry), size, stride, tensor.storage_offset())
+            return _Saved(entry, _state_of(entry), size, stride, int(tensor.storage_offset()))
 
         def unpack(saved: Any) -> Tensor:
             if not isinstance(saved, _Saved):
@@ -354,7 +411,7 @@ class StepRun:
             number: Number of the call that has read them.
             entries: The parameters.
             grads: Their full gradients.
-            adds: For each, True if autograd would only add it to `.grad`, which is done here.
+            adds: For each, True if autograd would only add it to `.grad`, which is done here or later.
 
         Returns:
             The reduced gradients of the others.
@@ -366,12 +423,14 @@ class StepRun:
         own = {index: entry for index, entry in enumerate(entries) if adds[index]}
         rest = list(range(len(entries)))
         if run is not None:
-            assert forward.plan is not None
-            planned = forward.plan.record.calls[number].trained if run.next_call == number else ()
+            plan = forward.plan
+            assert plan is not None
+            is_next = run.next_call == number
+            planned = plan.record.calls[number].trained if is_next else ()
             given = {planned.index(entry): grads[index] for index, entry in own.items() if entry in planned}
             rest = [index for index in rest if index not in own or own[index] not in planned]
             self._given.update(entry for entry in own.values() if entry in planned)
-            if tuple(own.values()) == planned:
+            if is_next and len(given) == len(planned) and plan.alone.issuperset({*own.values()} - {*planned}):
                 run.leave([given[index] for index in range(len(planned))])
             else:
                 self._leave_backward(f"the backward of call {number} computed other gradients", given)
@@ -385,7 +444,7 @@ class StepRun:
                 finishes = start_reductions([(entries[index], grads[index]) for index in rest])
             for index, finish in zip(rest, finishes, strict=True):
                 if adds[index]:
-                    self._add(entries[index], finish())
+                    add_gradient(entries[index].param, finish())
                 else:
                     found[index] = distributed_like(entries[index].param, finish())
         return found
@@ -412,6 +471,9 @@ class StepRun:
         if plan is not None and forward.follows and plan.backward is not None:
             with self.operations.reducing(f"the gradients of plan {plan.number}"):
                 self._backward = plan.run(plan.backward, self._deliver, forward.kept)
+            if self.in_step and not self._held:
+                stay = {plan.kept[name]: value for name, value in forward.kept.items() if name in plan.kept}
+                self._held = {entry: (full, _state_of(entry)) for entry, full in stay.items() if entry in plan.holds}
         forward.follows, forward.kept = False, {}  # another backward of it gathers by itself
         return self._backward
 
@@ -433,17 +495,15 @@ class StepRun:
     def _deliver(self, entry: ParameterState, value: Tensor) -> None:
         """Add a reduced gradient to `.grad`, unless it is that of zeros alone."""
         if entry in self._given:
-            self._add(entry, value)
-
-    @staticmethod
-    def _add(entry: ParameterState, value: Tensor) -> None:
-        RunningReduction(entry.param, lambda: value).add()
+            add_gradient(entry.param, value)
 
     def _end_backward(self) -> None:
         if self._backward is not None and self._backward.next_call != _NONE:
             self._leave_backward("the backward ended early")
         forward = self._of
         self._finish_backward()
+        if not self.in_step:
+            self.release_held()
         if forward is not None:
             self._note(forward)
 
@@ -451,6 +511,7 @@ class StepRun:
         """Forget the running backward. One that raised an error has not ended: its plan is run out."""
         try:
             if self._backward is not None and self._backward.next_call != _NONE:
+                self._given.clear()  # what it has computed may have been dropped since
                 self._leave_backward("the backward did not end")
         finally:
             self._backward, self._of, self._task, self._present, self._given = None, None, _NONE, {}, set()
@@ -458,21 +519,24 @@ class StepRun:
     def _note(self, forward: Forward) -> None:
         """Find or make the plan of a step that was recorded."""
         record, forward.record = forward.record, None
+        self._recorded = record or (forward.plan.record if forward.plan is not None else self._recorded)
         if record is None or not record.calls or self.make_plan is None:
             return
-        found = next((plan for plan in self.plans if plan.record.signature == record.signature), None)
+        found = next((plan for plan in self.plans if plan.signature == record.signature), None)
         if found is None and len(self.plans) < _MOST_PLANS:
             found = self.make_plan(record)
             found.number = len(self.plans) + 1
             self.plans.append(found)
+            self.limit.staying = sum(entry.copy_bytes for entry in self.holds())
         forward.realised = found
 
     def _found(self, entries: Entries) -> list[Tensor]:
         """Return full parameters, outside a plan."""
-        sharded = [entry for entry in entries if entry.spec.group and entry not in self._present]
-        found = {entry: self._present[entry] for entry in entries if entry in self._present}
+        present = {**{entry: full for entry, (full, state) in self._held.items()}, **self._present}
+        sharded = [entry for entry in entries if entry.spec.group and entry not in present]
+        found = {entry: present[entry] for entry in entries if entry in present}
         self.gathered_alone += len(sharded)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             if sharded:
                 what = f"{sharded[0].name!r} and {len(sharded) - 1} more"
                 with self.operations.gathering(what, outside=False):
@@ -485,7 +549,14 @@ class StepRun:
 
     def copy(self, operations: ModelOperations) -> StepRun:
         """Return the steps of a copy of the model."""
-        return StepRun(operations, is_active=self.is_active)
+        return StepRun(operations, blocks=self.blocks, limit=self.limit)
+
+
+def _begins_again(record: StepRecord, key: Key) -> bool:
+    """Return True for the first call of another forward: of one without gradients nobody says where it ends."""
+    if torch.is_grad_enabled():
+        return bool(record.calls) and not any(call.key[1] for call in record.calls)
+    return bool(record.calls) and record.calls[0].key == key
 
 
 def _state_of(entry: ParameterState) -> tuple[int, int, int]:

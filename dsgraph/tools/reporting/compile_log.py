@@ -37,8 +37,9 @@ class CompileEntry:
             empty for others; see `GraphInput.model_name`.
         codegen: "inductor" or "eager".
         in_step: True if gradients were enabled, so that a training step runs it.
+        is_step: True for the graph of a step, whose nodes are runs of other graphs.
         training: True if gradients were enabled and an input needed one.
-        reduces: True if its backward reduces gradients of parameters, or leaves that to the plan of the blocks.
+        reduces: True if its backward reduces gradients of parameters, or leaves that to the graph of the step.
         reads_held: True if it reads gathered copies that stage 3 holds for a step under `accumulate`.
         from_cache: True if it came from AOTAutograd's cache, so that the passes after the capture did not run.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
@@ -63,6 +64,7 @@ class CompileEntry:
     parameters: Mapping[str, str]
     codegen: str
     in_step: bool
+    is_step: bool
     training: bool
     reduces: bool
     reads_held: bool

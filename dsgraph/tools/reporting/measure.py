@@ -125,13 +125,14 @@ class Measurements:
         if phase is Phase.FORWARD:
             self._forward = {node.name: _seen_from_backward(node) for node in gm.graph.nodes if not is_result(node)}
             self._forward_graph = None if ctx.inference else (gm, ctx)  # until the backward is there
-            if ctx.inference and self.in_step:
+            if ctx.inference and self.in_step and not self.facts.is_step:
                 self.memory = self._memory(gm, None, ctx)
         else:
             assert self._forward_graph is not None
             forward, its_ctx = self._forward_graph
             self.activations = self._activations(gm, forward, its_ctx)
-            self.memory = self._memory(forward, gm, its_ctx)
+            if not self.facts.is_step:
+                self.memory = self._memory(forward, gm, its_ctx)
             self._forward_graph = None
             self.ignored_tags = tuple(
                 IgnoredTag(node.name, self._tagged[node.name], nbytes(node.meta.get("val")))

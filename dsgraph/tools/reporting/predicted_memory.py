@@ -80,7 +80,7 @@ def predict_memory(
     Graphs that read the copies which stage 3 holds for a step are preferred: other graphs gather these copies for a
     while.
     """
-    runs = _runs(model, states, [record for record in records if record.in_step])
+    runs = _runs(model, states, [record for record in records if record.in_step and not record.is_step])
     pairs = [pair for run in runs if (pair := run.pair()) is not None]
     if not any(run.record.training for run in runs):
         return None, ""
@@ -94,8 +94,8 @@ def predict_memory(
     read = {info.name for pair in pairs for info in pair.params.values()}
     unread = (entry for state in states for entry in state.parameters if entry.name not in read)
     eager = [entry for entry in unread if entry.eager_reads and entry.param.requires_grad]
-    blocks = {block.name: block.memory() for state in states for block in state.plan.ran()}
-    staying = [block for state in states for block in state.plan.staying()[:-1]]  # the last one is part of the plan
+    blocks = {block.name: block.memory() for state in states for block in state.step.ran()}
+    staying = [block for state in states for block in state.step.staying()[:-1]]  # the last one is part of the plan
     copies = sum(blocks[block.name].copies for block in staying)
     limited = {run.record.number: run for run in runs if run.record.needs is not None and run.record.needs.is_block}
     if limited:
@@ -109,7 +109,7 @@ def predict_memory(
             "gathered copies": copies,
         },
         blocks=[blocks.get(run.module) if run.record.unit.block else None for run in runs],
-        gathers_ahead=all(state.plan.gathers_ahead for state in states),
+        gathers_ahead=all(state.step.gathers_ahead for state in states),
     )
     return _memory(step, runs, _buffers(states, pairs, step.buffers)), ""
 

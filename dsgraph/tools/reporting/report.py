@@ -101,7 +101,7 @@ def _limit_gaps(
     yield from (record.limit_gap for record in records if record.limit_gap)
     yield from (gap for state in states for gap in state.limit_gaps)
     is_planned = any(record.memory is not None and record.memory.keeps_outputs for record in records)
-    if is_planned and not any(state.plan.limit.is_kept for state in states):
+    if is_planned and not any(state.step.limit.is_kept for state in states):
         uncompiled = [item.what for item in fallbacks if item.kind == "function runs uncompiled"]
         yield from (f"{what} runs uncompiled, and its memory is not planned" for what in uncompiled)
 
@@ -135,10 +135,10 @@ def _on_blocks(state: PartitionState, records: list[CompileEntry]) -> str:
     blocks = [id(module) for module in state.root.modules() if is_block(module)]
     if not blocks or not records:
         return ""
-    apart = len(state.plan.ran()) if state.zero.gathers_each_use else len(blocks)
+    apart = len(state.step.ran()) if state.zero.gathers_each_use else len(blocks)
     if apart and any(record.module in blocks for record in records):
         return f"{apart} repeated blocks are graphs of their own"
-    why = state.plan.limit.needs_one_graph
+    why = state.step.limit.needs_one_graph
     reason = f", because {why}" if why else ""
     return f"{len(blocks)} repeated blocks were not compiled as graphs of their own{reason}"
 

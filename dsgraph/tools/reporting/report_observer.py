@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.fx import GraphModule
 
@@ -80,6 +83,10 @@ class _Measuring(CompileWatch):
         self._log.add(record, owners_among(request.inputs, request.module))
 
 
+def _reads_held(inputs: Sequence[Any]) -> bool:
+    return any(part.zero.copy_lifetime is CopyLifetime.USE for part in partitions_among(inputs))
+
+
 def _record(request: CompileRequest, measured: Measurements, outcome: CompileOutcome) -> CompileEntry:
     return CompileEntry(
         number=request.number,
@@ -91,8 +98,10 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         codegen=request.options.codegen,
         in_step=measured.in_step,
         training=request.trains,
+        is_step=request.facts.is_step,
         reduces=bool(request.facts.params or request.facts.block_params),
-        reads_held=any(p.zero.copy_lifetime is CopyLifetime.USE for p in partitions_among(request.inputs)),
+        reads_held=request.reads_held
+        or any(p.zero.copy_lifetime is CopyLifetime.USE for p in partitions_among(request.inputs)),
         from_cache=outcome.from_cache,
         unidentified=outcome.unidentified,
         passes=outcome.passes,

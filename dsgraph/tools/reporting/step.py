@@ -15,10 +15,8 @@ from .traffic import (
     Traffic,
     accumulated_traffic,
     add_up,
-    block_traffic,
     held_blocks_traffic,
     held_traffic,
-    reduced_blocks_traffic,
     refresh_traffic,
     total,
 )
@@ -72,8 +70,7 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     at_step = newest(training, accumulating=False)
     shared = sharing(list_units(model, states, at_step))
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
-    ahead = _ahead(states)
-    parts = [*_parts(at_step, shared), *ahead]
+    parts = _parts(at_step, shared)
     if refreshed:
         parts.append(StepPart("gathered copies, fetched after an optimizer step", 1, refreshed))
 
@@ -81,9 +78,9 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     held = held_traffic(states[0]) if len(states) == 1 else ()
     blocks = [item for state in states for item in held_blocks_traffic(state)]
     once = add_up([*held, *blocks, *(item for state in states for item in accumulated_traffic(state))])
-    has_graphs_of_its_own = keeps_local or bool(held)
+    has_graphs_of_its_own = keeps_local or bool(held or blocks)
     each = newest(training, accumulating=True) if has_graphs_of_its_own else at_step
-    each_parts = [*_parts(each, sharing(list_units(model, states, each))), *_ahead(states, in_step=True)]
+    each_parts = _parts(each, sharing(list_units(model, states, each)))
     known = bool(states) and (not has_graphs_of_its_own or any(record.is_for_accumulation for record in each))
     return StepTraffic(
         sent_bytes=_bytes(at_step, parts),
@@ -92,13 +89,6 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
         accumulated_once_bytes=total([*once, *refreshed]) if known else None,
         accumulated_reduces_once=keeps_local,
     )
-
-
-def _ahead(states: Sequence[PartitionState], *, in_step: bool = False) -> list[StepPart]:
-    gathered = add_up(item for state in states for item in block_traffic(state, in_step=in_step))
-    reduced = add_up(item for state in states for item in reduced_blocks_traffic(state))
-    parts = (("gathers of blocks, between graphs", gathered), ("reductions of blocks, between graphs", reduced))
-    return [StepPart(name, 1, traffic) for name, traffic in parts if traffic]
 
 
 def newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[CompileEntry]:
@@ -120,7 +110,7 @@ def sharing(units: Sequence[Unit]) -> Counter[int]:
 
 def _parts(records: Sequence[CompileEntry], times: Mapping[int, int]) -> list[StepPart]:
     return [
-        StepPart(f"{graph.phase} of {name_of(record)}", times[record.number], graph.traffic)
+        StepPart(f"{graph.phase} of {name_of(record)}", 1 if record.is_step else times[record.number], graph.traffic)
         for record in records
         for graph in record.graphs
         if graph.traffic

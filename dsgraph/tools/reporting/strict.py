@@ -9,6 +9,7 @@ from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.remedies import remedy
 from dsgraph.compiler.request import CompileRequest
+from dsgraph.partitioning.blocks.block_frames import ITS_OWN_FRAME
 from dsgraph.passes import AxisRole
 from dsgraph.passes.kernels.findings import NOWHERE
 from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
@@ -28,7 +29,7 @@ def refuse_given_up(given_up: Iterable[GivenUp], capture: Capture) -> None:
         StrictError: Names the function, the place and torch's reason.
     """
     for frame in given_up:
-        if frame.concerns(capture.running[:1], capture.running):
+        if ITS_OWN_FRAME not in frame.reason and frame.concerns(capture.running[:1], capture.running):
             raise StrictError(
                 f"strict: Dynamo gave up on {frame.function} and runs it uncompiled. At {frame.place}: {frame.reason}."
                 f"{remedy(str(frame.place), frame.reason)} Change that line, {_WITHOUT}"
@@ -41,11 +42,12 @@ def refuse_capture(capture: Capture, options: BackendOptions, log: CompileLog) -
     Raises:
         StrictError: Names the place, torch's reason and what to do.
     """
-    if capture.ends_in is not None:
+    if capture.ends_in is not None and ITS_OWN_FRAME not in capture.ends_in.reason:
         _refuse_break(str(capture.ends_in.place), capture.ends_in.reason, capture)
-    if capture.resumes_at is not None:
+    restart = log.restart_reason(capture.function) or "torch gives no reason"
+    if capture.resumes_at is not None and ITS_OWN_FRAME not in restart:
         place = f"{capture.function.file}:{capture.resumes_at} ({capture.function.function})"
-        _refuse_break(place, log.restart_reason(capture.function) or "torch gives no reason", capture)
+        _refuse_break(place, restart, capture)
     last = recompile_limit()
     if capture.times > options.recompile_limit or (capture.times > 1 and capture.times >= last):
         bound = (

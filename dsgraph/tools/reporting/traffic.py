@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import resolve_group, size_hint
-from dsgraph.partitioning.blocks.block_copies import BlockCopies
+from dsgraph.partitioning.blocks.block import Block
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
@@ -87,27 +87,12 @@ def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
 
 
-def block_traffic(state: PartitionState, *, in_step: bool = False) -> tuple[Traffic, ...]:
-    """Return the traffic by which stage 3 gathers repeated blocks for a forward and its backward.
-
-    Some blocks stay between the two. Without blocks that have run as graphs of their own there is none.
-
-    Args:
-        state: The partitioned model.
-        in_step: True leaves out the blocks that are gathered once for all micro-batches of a step.
-    """
-    blocks, staying = state.plan.ran(), state.plan.staying()
-    held = staying[:-1] if in_step else []
-    gathers = [block for block in blocks if block not in held] + [block for block in blocks if block not in staying]
-    return add_up(item for block in gathers for item in gather_of_block(state, block))
-
-
 def held_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """Return the traffic of the repeated blocks that are gathered once for all micro-batches of a step."""
-    return add_up(item for block in state.plan.staying()[:-1] for item in gather_of_block(state, block))
+    """Return the traffic of the parameters that are gathered once for all micro-batches of a step."""
+    return _gathers(state, state.step.holds(), "gather of blocks") if state.step.holds() else ()
 
 
-def gather_of_block(state: PartitionState, block: BlockCopies) -> tuple[Traffic, ...]:
+def gather_of_block(state: PartitionState, block: Block) -> tuple[Traffic, ...]:
     """Return the traffic of gathering the parameters of a repeated block once."""
     return _gathers(state, block.entries, "gather of blocks")
 
@@ -131,12 +116,7 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     return add_up([*used, *_reductions(state, trained)])
 
 
-def reduced_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """Return the traffic of reducing the gradients of repeated blocks, between their graphs, in a backward."""
-    return add_up(item for block in state.plan.ran() for item in reduction_of_block(state, block))
-
-
-def reduction_of_block(state: PartitionState, block: BlockCopies) -> tuple[Traffic, ...]:
+def reduction_of_block(state: PartitionState, block: Block) -> tuple[Traffic, ...]:
     """Return the traffic of reducing the gradients of a repeated block."""
     return _reductions(state, block.trained())
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dsgraph.compat.autograd import has_hooks
-from dsgraph.partitioning.blocks.block_copies import BlockCopies
+from dsgraph.partitioning.blocks.block import Block
 from dsgraph.partitioning.blocks.unit import Unit as UnitOfGraph
 from dsgraph.partitioning.blocks.unit import unit_in
 from dsgraph.partitioning.parameter import ParameterState
@@ -72,13 +72,13 @@ class Plan:
 def list_units(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> tuple[Unit, ...]:
     """Return the units of a training step in order; none without graphs that ran with gradients enabled."""
     modules = {id(module): module for module in model.modules()}
-    known = {record.number: record for record in records if record.in_step}
+    known = {record.number: record for record in records if record.in_step and not record.is_step}
     graphs = [
         _graph(record, record.unit if record.unit.module else unit_in(model, modules.get(record.module)))
         for record in known.values()
     ]
-    planned = {block.name: (state, block) for state in states for block in state.plan.ran()}
-    idle = {block.name for state in states for block in state.plan.blocks} - planned.keys()
+    planned = {block.name: (state, block) for state in states for block in state.step.ran()}
+    idle = {block.name for state in states for block in state.step.blocks} - planned.keys()
     return tuple(_unit(run, known, planned) for run in units_of(graphs, ahead=tuple(planned), without=idle))
 
 
@@ -91,7 +91,7 @@ def _graph(record: CompileEntry, unit: UnitOfGraph) -> UnitGraph:
 def _unit(
     run: UnitRun,
     records: dict[int, CompileEntry],
-    planned: dict[str, tuple[PartitionState, BlockCopies]],
+    planned: dict[str, tuple[PartitionState, Block]],
 ) -> Unit:
     own = [records[number] for compiles in run.graphs for number in compiles]
     unit = Unit(
@@ -113,13 +113,13 @@ def _unit(
 
 def plan_of(states: Sequence[PartitionState]) -> Plan | None:
     """Return the plan of the blocks that ran in the last forward; None if there are none."""
-    plans = [state for state in states if state.plan.ran()]
+    plans = [state for state in states if state.step.ran()]
     if not plans:
         return None
-    ran = [block for state in plans for block in state.plan.ran()]
-    stay = [block for state in plans for block in state.plan.staying()]
+    ran = [block for state in plans for block in state.step.ran()]
+    stay = [block for state in plans for block in state.step.staying()]
     return Plan(
-        gathers_ahead=all(state.plan.gathers_ahead for state in plans),
+        gathers_ahead=all(state.step.gathers_ahead for state in plans),
         blocks=len(ran),
         kept=spelled([block.name for block in stay]),
         kept_bytes=sum(entry.copy_bytes for block in stay for entry in block.entries),
@@ -128,17 +128,14 @@ def plan_of(states: Sequence[PartitionState]) -> Plan | None:
 
 
 def _exceptions(state: PartitionState) -> Iterator[PlanException]:
-    ran = state.plan.ran()
-    idle = [block.name for block in state.plan.blocks if block not in ran]
+    ran = state.step.ran()
+    idle = [block.name for block in state.step.blocks if block not in ran]
     if idle:
         yield PlanException(
             spelled(idle),
             "did not run as graphs of their own in the last forward: skipped, or in the graph of their caller, as in a "
             "checkpoint, in control flow, or with an argument that is an object",
         )
-    unread = [block.name for block in ran if not block.is_read]
-    if unread:
-        yield PlanException(spelled(unread), "not gathered: no graph read the parameters in the last forward")
     entries = [entry for block in ran for entry in block.entries]
     held = [entry.name for entry in entries if entry.is_held_for_step]
     if held:
@@ -153,7 +150,7 @@ def _exceptions(state: PartitionState) -> Iterator[PlanException]:
         yield PlanException(listed(others), "gathered by the graphs that read them: tied to another block, or on disk")
 
 
-def _parameters_inside(state: PartitionState, blocks: Sequence[BlockCopies]) -> Iterator[ParameterState]:
+def _parameters_inside(state: PartitionState, blocks: Sequence[Block]) -> Iterator[ParameterState]:
     """Yield the parameters of the modules of blocks, also those that belong to another block."""
     owners = {owner: entry for entry in state.parameters for owner in entry.owners}
     for block in blocks:

@@ -1,16 +1,14 @@
-"""The parameters that a block's graphs read, and the reduction of their gradients outside the graphs."""
+"""The reduction of gradients outside graphs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import accumulates, has_hooks, is_accumulation
@@ -23,91 +21,15 @@ Finish = Callable[[], Tensor]
 """A function that waits for a running reduction and returns this rank's rows of the gradient."""
 
 
-@dataclass(frozen=True)
-class RunningReduction:
-    """The reduction of a gradient that has been started.
-
-    Attributes:
-        param: The parameter whose `.grad` gets the result.
-        finish: Waits for it and returns this rank's rows.
-    """
-
-    param: DTensor
-    finish: Finish
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Wait for the result and add it to the parameter's `.grad`, as autograd would."""
-        grad = distributed_like(self.param, self.finish())
-        if not self.param.requires_grad:  # frozen since the forward
-            return
-        if self.param.grad is None:
-            self.param.grad = grad
-        else:
-            self.param.grad.add_(grad)
-
-
-Hand = Callable[[Sequence[RunningReduction]], None]
-"""A function that takes over running reductions, to be finished at the end of the backward at the latest."""
-
-Start = Callable[[Sequence[tuple[ParameterState, Tensor]]], list[Finish]]
-
-
-def read_in_place(
-    entries: Sequence[ParameterState], full: Sequence[Tensor], *, start: Start, hand: Hand
-) -> list[Tensor]:
-    """Return full parameters, differentiable with respect to their shards.
-
-    Args:
-        entries: The parameters, all of which require a gradient.
-        full: Their full values, which share memory with the result.
-        start: Starts the reductions of gradients.
-        hand: Takes over those whose result can come later.
-    """
-    return list(_InPlace.apply(tuple(entries), tuple(full), start, hand, *(entry.param for entry in entries)))
-
-
-class _InPlace(torch.autograd.Function):
-    """An autograd function that returns full parameters in place of their shards.
-
-    The reductions of all gradients start together. A gradient that only goes to the parameter's `.grad` is handed over.
-    Others are waited for, such as those that hooks or `torch.autograd.grad` get.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        entries: Sequence[ParameterState],
-        full: Sequence[Tensor],
-        start: Start,
-        hand: Hand,
-        *params: DTensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.entries, ctx.start, ctx.hand = entries, start, hand
-        ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in full)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.keeps_graph = torch.is_grad_enabled()  # so that `_reduce`'s results refuse a second derivative
-        return _InPlace._reduce(ctx, *grads)
-
-    @staticmethod
-    @once_differentiable
-    def _reduce(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        results: list[Tensor | None] = [None] * len(grads)
-        nodes = [node for node, _ in ctx.next_functions]
-        needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[4 + number]]
-        finishes = ctx.start([(ctx.entries[number], grads[number]) for number in needed])
-        handed = []
-        for number, finish in zip(needed, finishes, strict=True):
-            node, entry = nodes[number], ctx.entries[number]
-            if not ctx.keeps_graph and only_adds(node):
-                handed.append(RunningReduction(node.variable, finish))
-            else:
-                results[number] = distributed_like(entry.param, finish())
-        ctx.hand(handed)
-        return (None, None, None, None, *results)
+@torch.no_grad()
+def add_gradient(param: DTensor, rows: Tensor) -> None:
+    """Add this rank's rows of a reduced gradient to a parameter's `.grad`, as autograd would."""
+    if not param.requires_grad:  # frozen since the forward
+        return
+    if param.grad is None:
+        param.grad = distributed_like(param, rows)
+    else:
+        param.grad.add_(distributed_like(param, rows))
 
 
 def only_adds(node: Any) -> bool:
