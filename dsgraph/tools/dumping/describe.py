@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dsgraph.passes import PassContext, Phase
-from dsgraph.passes.analysis.cost import computed_dtype, flops, moved_bytes, sent_bytes
+from dsgraph.passes.analysis.cost import flops, moved_bytes, sent_bytes
 from dsgraph.passes.analysis.pieces import GraphMemory
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.core.notes import origin
@@ -97,7 +97,7 @@ class Describer:
             changes["transfer"] = _transfer(node, around)
         elif node.op == "call_function" and ctx.phase in _RUNNING:
             operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
-            seconds = around.ctx.costs.kernel_seconds(operations, moved, dtype=computed_dtype(node))
+            seconds = around.ctx.costs.seconds(node)
             changes.update(flops=operations, moved=moved, seconds=seconds)
         record = self._alone(node, **changes)
         self._known[node] = (*call, alias, root, record)

@@ -269,7 +269,7 @@ class ParameterRecord:
         dtype: Of the shard.
         placement: "shard" or "whole".
         requires_grad: False for a frozen one.
-        is_planned: True if the plan of the blocks gathers it before the graph runs, and reduces its gradient.
+        is_planned: True if the graph of the step gathers it before the graph runs, and reduces its gradient.
     """
 
     name: str
@@ -300,6 +300,7 @@ class CompileRecord:
         block: The repeated block that it is, or is inside of; empty outside blocks.
         blocks: The blocks that may share the graph.
         in_step: True if gradients were enabled, so that a training step runs it.
+        is_step: True for the graph of a step, whose nodes are runs of other graphs.
         axes: The mesh.
         parameters: In the order of the graph's inputs.
         steps: The passes in the order in which they ran.
@@ -319,6 +320,7 @@ class CompileRecord:
     block: str = ""
     blocks: tuple[str, ...] = ()
     in_step: bool = True
+    is_step: bool = False
     axes: tuple[AxisRecord, ...] = ()
     parameters: tuple[ParameterRecord, ...] = ()
     steps: tuple[StepRecord, ...] = ()

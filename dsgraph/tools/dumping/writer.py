@@ -105,6 +105,7 @@ class DumpFolder:
             block=unit.block,
             blocks=unit.blocks,
             in_step=in_step,
+            is_step=facts.is_step,
             axes=tuple(AxisRecord(axis.name, axis.size, axis.group, axis.backend) for axis in facts.axes),
             parameters=_parameters(facts, names),
         )

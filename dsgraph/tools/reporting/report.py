@@ -119,9 +119,10 @@ def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
     if not records:
         parts.append("nothing was compiled by dsgraph: the model was not given to torch.compile, or has not run yet")
     else:
-        cached = sum(record.from_cache for record in records)
+        graphs = [record for record in records if not record.is_step]
+        cached = sum(record.from_cache for record in graphs)
         also = f", {cached} of them found in torch's cache" if cached else ""
-        parts.append(f"{len(records)} graph{'s' * (len(records) != 1)} compiled{also}")
+        parts.append(f"{len(graphs)} graph{'s' * (len(graphs) != 1)} compiled{also}")
     parts += dict.fromkeys(filter(None, (_on_blocks(state, records) for state in states)))
     parts += dict.fromkeys(filter(None, map(nothing_moved, states)))
     parts += [f"{len(each.ignored)} parameters are each rank's own (ignored_params)" for each in states if each.ignored]
@@ -181,7 +182,7 @@ def _compile(record: CompileEntry) -> Compile:
         number=record.number,
         function=str(record.capture.function),
         resumes_at=record.capture.resumes_at,
-        kind="training" if record.training else "inference",
+        kind="step" if record.is_step else "training" if record.training else "inference",
         codegen=record.codegen,
         from_cache=record.from_cache,
         pass_seconds=sum(item.seconds for item in passes),

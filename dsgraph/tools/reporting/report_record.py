@@ -65,7 +65,7 @@ class Compile:
         number: Which compile of this process it was.
         function: The user's function, as `file:line (name)`.
         resumes_at: The line of the graph break that the graph follows, or None.
-        kind: "training" (forward and backward) or "inference".
+        kind: "training" (forward and backward), "inference", or "step" for the graph of a step.
         codegen: "inductor" or "eager".
         from_cache: True when torch's cache had the compiled graph: the passes were not run anew, so that the graphs,
             their collectives and bytes are not known.

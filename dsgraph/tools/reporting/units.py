@@ -1,4 +1,4 @@
-"""The units of a training step in the report, and the plan of the blocks among them."""
+"""The units of a training step in the report, and how its graph gathers the parameters of blocks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Unit(UnitRun):
         function: The captured function, as `file:line (name)`.
         parameters: The parameters that the graphs read, by their names in the model; `*` stands for the number of the
             block.
-        is_planned: True if the plan of the blocks gathers its parameters and reduces their gradients.
-        copy_bytes: Bytes of the full parameters of one block, which the plan gathers.
+        is_planned: True if the graph of the step gathers its parameters and reduces their gradients.
+        copy_bytes: Bytes of the full parameters of one block, which it gathers.
         gather: The traffic of gathering them once.
         reduction: The traffic of reducing the gradients of one block.
     """
@@ -44,7 +44,7 @@ class Unit(UnitRun):
 
 @dataclass(frozen=True)
 class PlanException:
-    """Blocks or parameters to which the plan does not apply, and why."""
+    """Blocks or parameters that the graph of the step leaves out, and why."""
 
     what: str
     reason: str
@@ -52,12 +52,12 @@ class PlanException:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan by which blocks are gathered, see `BlockPlan`.
+    """How the graph of a step gathers blocks.
 
     Attributes:
-        gathers_ahead: True if a block is gathered while the block before it computes.
+        gathers_ahead: True if parameters are gathered while units before them compute.
         blocks: Number of blocks that it gathers.
-        kept: The block whose full parameters stay from its forward to its backward.
+        kept: The blocks whose full parameters stay from their forward to their backward.
         kept_bytes: Their bytes.
         exceptions: What it leaves out.
     """
@@ -112,7 +112,7 @@ def _unit(
 
 
 def plan_of(states: Sequence[PartitionState]) -> Plan | None:
-    """Return the plan of the blocks that ran in the last forward; None if there are none."""
+    """Return how the blocks that ran in the last step are gathered; None if there are none."""
     plans = [state for state in states if state.step.ran()]
     if not plans:
         return None

@@ -1,4 +1,4 @@
-"""The section of a report that shows a training step as a sequence of units, and the plan of the blocks."""
+"""The section of a report that shows a training step as a sequence of units, and how its graph gathers them."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def _uncompiled(report: ReportRecord) -> list[str]:
 
 def _plan(plan: Plan) -> list[str]:
     how = (
-        "each is gathered while the block before it computes, in the backward while the block after it does; its "
-        "gradients are reduced while the block before it computes its backward"
+        "parameters are gathered while units before them compute, and gradients reduced while others compute"
         if plan.gathers_ahead
         else "each is gathered when it runs, and its gradients are waited for at once, because of overlap_comm=False"
     )
@@ -76,6 +75,6 @@ def _plan(plan: Plan) -> list[str]:
         f"parameters that stay gathered from the forward to the backward: {bytes_text(plan.kept_bytes)} of {plan.kept}"
     )
     return [
-        wrap(f"plan of {plan.blocks} blocks: {how}", kept),
+        wrap(f"{plan.blocks} blocks, by the graph of the step: {how}", kept),
         *(wrap(f"- {item.what}: {item.reason}") for item in plan.exceptions),
     ]

@@ -162,7 +162,7 @@ def test_an_object_among_the_arguments_is_not_changed():
     assert not losses.found
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("fake_ranks")
 def test_a_larger_batch_beside_copies_that_stay_is_told():
     model = dsgraph.partition(_Model(), stage=3, keep_whole_below=0)
     memory = _step(10**8, model, torch.randn(64, WIDTH)).memory
@@ -185,4 +185,4 @@ def test_numbers_among_the_arguments_are_no_new_batch():
         compiled(torch.randn(8, WIDTH), step).backward()
         model.zero_grad()
     (state,) = partition_states(model)
-    assert len(state.plan.limit.counted) == 1
+    assert len(state.step.limit.counted) == 1

@@ -68,7 +68,7 @@ def test_a_step_is_a_sequence_of_units(fake_ranks):
     report = report_of()
     layers, head = report.units
     assert layers.modules == tuple(f"body.layers.{number}" for number in range(LAYERS))
-    (compiled, _) = (item.number for item in report.compiles)
+    (compiled, _) = (item.number for item in report.compiles if item.kind == "training")
     assert (layers.graphs, layers.recompiles) == (((compiled,),), 0)
     assert layers.parameters == tuple(f"body.layers.*.{name}" for name in ("up.weight", "up.bias", "down.weight"))
     assert (head.modules, head.parameters, head.is_planned) == (("",), ("head.weight",), False)
@@ -82,7 +82,7 @@ def test_a_step_is_a_sequence_of_units(fake_ranks):
     assert f"body.layers.0 ... body.layers.2 (3) 3 {compiled} " in text
     assert "uncompiled code between the units: forward (" in text
     assert "parameters read outside graphs: body.embedding.weight" in text
-    assert "each is gathered while the block before it computes" in text
+    assert "parameters are gathered while units before them compute" in text
 
 
 def test_a_model_of_one_graph_has_no_sequence(fake_ranks):

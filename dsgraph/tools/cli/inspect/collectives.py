@@ -39,22 +39,22 @@ def collectives(args: argparse.Namespace) -> Answer:
     runs = {name: modules_that_run(dump, name) for name in names}
     parts = [_describe(f"{name}{runs_text(runs[name])}", graph, timeline) for name, graph, timeline in timelines]
     if args.graph is None and any(len(modules) > 1 for modules in runs.values()):
-        parts.append(_total([(len(runs[name]), timeline) for name, _, timeline in timelines]))
+        of_step = {record.compile for record in dump.compiles(dump.ranks[0]) if record.is_step and record.in_step}
+        newest = [timeline for name, _, timeline in timelines if name.compile == max(of_step, default=0)]
+        parts.append(_total([(len(runs[name]), timeline) for name, _, timeline in timelines], newest))
     parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
     return Answer(
         "\n\n".join(parts), [_data(name, graph, timeline, len(runs[name])) for name, graph, timeline in timelines]
     )
 
 
-def _total(timelines: list[tuple[int, Timeline]]) -> str:
-    """Return the sums over all runs of the graphs in a step."""
-    count = sum(runs * len(timeline.collectives) for runs, timeline in timelines)
-    sent = sum(runs * _sent(timeline) for runs, timeline in timelines)
-    seconds = sum(runs * timeline.seconds for runs, timeline in timelines)
-    return (
-        f"all graphs of a step: {count} collectives, {bytes_text(sent)} sent per rank; predicted {_ms(seconds)} ms. "
-        "The plan of the blocks gathers and reduces outside graphs, which is not included"
-    )
+def _total(timelines: list[tuple[int, Timeline]], of_step: list[Timeline]) -> str:
+    """Return the sums over all runs of the graphs in a step; the graph of the step has the time of its units."""
+    all_runs = [*timelines, *((1, timeline) for timeline in of_step)]
+    count = sum(runs * len(timeline.collectives) for runs, timeline in all_runs)
+    sent = sum(runs * _sent(timeline) for runs, timeline in all_runs)
+    seconds = sum(runs * timeline.seconds for runs, timeline in ([(1, each) for each in of_step] or timelines))
+    return f"all graphs of a step: {count} collectives, {bytes_text(sent)} sent per rank; predicted {_ms(seconds)} ms"
 
 
 def _sent(timeline: Timeline) -> int:

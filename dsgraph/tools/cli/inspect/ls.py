@@ -49,16 +49,16 @@ def _sequence(units: Sequence[UnitRun], compiles: Sequence[CompileRecord]) -> st
         name = spelled(unit.modules) if unit.is_block else unit.modules[0] or own[0].function
         rows.append([name, str(len(unit.modules)), graphs_text(unit), str(len(planned)), str(len(inside))])
     runs = sum(len(unit.modules) for unit in units)
-    headers = ["unit", "runs", "compile", "by the plan", "by the graph"]
+    headers = ["unit", "runs", "compile", "by the step", "by its own"]
     return (
-        f"a training step runs {runs} units; their parameters are gathered by the plan of the blocks, or by the graph\n"
+        f"a training step runs {runs} units; their parameters are gathered by the graph of the step, or by their own\n"
         f"{table(rows, headers, right=(1, 3, 4))}"
     )
 
 
 def _describe(record: CompileRecord) -> str:
     planned = any(item.is_planned for item in record.parameters)
-    without = "gathered by the plan of the blocks" if planned else "no shards"
+    without = "gathered by the graph of the step" if planned else "no shards"
     axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or without
     head = (
         f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}\n"

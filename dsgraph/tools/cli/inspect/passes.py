@@ -117,6 +117,7 @@ def describe(kind: type[GraphPass], instance: GraphPass | None, *, origin: str) 
         "module": kind.__module__ if function is None else function.__module__,
         "origin": origin,
         "phase": source.phase.value,
+        "graph": source.graph,
         **{name: sorted(getattr(source, name)) for name in _CONTRACT},
         "flags": {name: getattr(source, name) for name in _flags(kind)},
         "options": options,
@@ -125,7 +126,7 @@ def describe(kind: type[GraphPass], instance: GraphPass | None, *, origin: str) 
 
 
 def _flags(kind: type) -> list[str]:
-    """Return the names of the boolean properties of a pass (`needs_mesh`, ...), those of `GraphPass` first."""
+    """Return the names of the boolean properties of a pass (`keeps_gathers`, ...), those of `GraphPass` first."""
     names: dict[str, None] = {}
     for base in reversed(kind.__mro__):
         names.update(dict.fromkeys(name for name, value in vars(base).items() if isinstance(value, bool)))
@@ -167,6 +168,7 @@ def _table(items: list[dict[str, Any]]) -> str:
 def _page(item: dict[str, Any]) -> str:
     facts = [
         ["phase", item["phase"]],
+        ["graph", item["graph"]],
         ["from", f"{item['module']}.{item['class']}, {item['origin']}"],
         *([name, ", ".join(item[name]) or "nothing"] for name in _CONTRACT),
         *([name, "yes" if value else "no"] for name, value in item["flags"].items()),

@@ -16,7 +16,7 @@ def step_units(compiles: Iterable[CompileRecord]) -> tuple[UnitRun, ...]:
         [
             UnitGraph(record.compile, record.function, record.module, record.block, record.blocks)
             for record in compiles
-            if record.in_step
+            if record.in_step and not record.is_step
         ]
     )
 

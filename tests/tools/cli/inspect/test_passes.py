@@ -86,7 +86,7 @@ def test_a_name_gives_the_full_text(name, capsys):
     assert main(["passes", name]) == 0
     page = capsys.readouterr().out
     assert "stage 3, before:  w = gather_param(shard, None, [5, 8]" in page
-    for fact in ("phase ", "requires ", "provides ", "conflicts ", "reorders_collectives ", "needs_mesh "):
+    for fact in ("phase ", "requires ", "provides ", "conflicts ", "reorders_collectives ", "graph "):
         assert f"\n{fact}" in page
 
 
@@ -97,9 +97,10 @@ def test_an_unknown_name_offers_the_nearest(capsys):
 
 def test_a_users_pipeline_is_listed_with_its_own_flags_and_values(module, capsys):
     (mine,) = (item for item in _json(capsys, "--pipeline", f"{module}:LIST") if item["class"] == "FoldCasts")
-    assert mine["flags"] == {"reorders_collectives": False, "needs_mesh": False, "eats_casts": True} | {
-        name: False for name in mine["flags"] if name not in ("reorders_collectives", "needs_mesh", "eats_casts")
+    assert mine["flags"] == {"reorders_collectives": False, "eats_casts": True} | {
+        name: False for name in mine["flags"] if name not in ("reorders_collectives", "eats_casts")
     }
+    assert mine["graph"] == "unit"
     assert {"name": "limit", "type": "int", "default": "7", "value": "9"} in mine["options"]
     assert main(["passes", "fold_casts", "--pipeline", f"{module}:LIST"]) == 0
     page = capsys.readouterr().out

@@ -21,9 +21,9 @@ def test_the_list_begins_with_the_sequence_of_units(blocks_dump, call):
     printed = call("ls", blocks_dump)
     first, _, _, *rows = printed.out.partition("\n\n")[0].splitlines()
     assert first.startswith("a training step runs 5 units")
-    # The plan gathers four weights and reduces the gradients of two norms besides.
+    # The step gathers four weights and reduces the gradients of two norms besides.
     assert rows[0].split() == ["blocks.0", "...", "blocks.2", "(3)", "3", "1", "6", "0"]
-    assert rows[1].split() == ["norm", "1", "2", "0", "1"]
+    assert rows[1].split() == ["norm", "1", "2", "1", "0"]
     units = call("ls", blocks_dump, "--json").json["units"]
     assert units[0]["modules"] == ["blocks.0", "blocks.1", "blocks.2"] and units[0]["graphs"] == [[1]]
 
@@ -42,11 +42,14 @@ def test_graphs_of_blocks_have_the_names_of_the_model(blocks_dump):
 
 def test_the_costs_of_a_step_count_each_run(blocks_dump, call):
     printed = call("collectives", blocks_dump).out
-    assert "compile1/forward-3-await_copies, run 3 times in a step: by blocks.0 ... blocks.2 (3): no coll" in printed
+    assert "compile1/forward-0-before, run 3 times in a step: by blocks.0 ... blocks.2 (3): no coll" in printed
     graphs = call("collectives", blocks_dump, "--json").json
-    seconds = sum(item["runs"] * item["seconds"] for item in graphs)
-    assert [item["runs"] for item in graphs[:2]] == [3, 3]
-    assert f"predicted {1000 * seconds:.3g} ms. The plan of the blocks" in printed
+    of_step = [item for item in graphs if "/compile3/" in item["graph"]]
+    assert [item["runs"] for item in graphs[:2]] == [3, 3] and len(of_step) == 2
+    gathered = {name for item in of_step for one in item["collectives"] for name in one["parameters"]}
+    assert "blocks.1.attention.qkv.weight" in gathered
+    seconds = sum(item["seconds"] for item in of_step)
+    assert f"predicted {1000 * seconds:.3g} ms" in printed
     assert "run 3 times in a step" in call("memory", blocks_dump).out
 
 
