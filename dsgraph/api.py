@@ -12,6 +12,7 @@ check_torch_version()
 
 from .compiler.backend import Backend
 from .partitioning.rules import register_rules
+from .partitioning.state import PartitionState
 from .tools.bisecting.choice import read_bisecting
 from .tools.dumping.dump_observer import DumpObserver
 from .tools.emission.emission import read_target
@@ -35,6 +36,7 @@ reports = ReportObserver()
 backend = new_backend(reports)
 register_backend(backend, "dsgraph")
 register_rules()
+PartitionState.planner = backend.plan_step
 
 
 def report(model: Module) -> Report:

@@ -19,8 +19,8 @@ from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.additions import is_plain
 from dsgraph.partitioning.blocks.unit import unit_of
 from dsgraph.partitioning.state import PartitionState, partition_states
+from dsgraph.partitioning.step.step_plan import StepPlan
 from dsgraph.partitioning.step.step_record import StepRecord, Work
-from dsgraph.partitioning.step.step_run import StepPlan
 from dsgraph.passes import PassRecord, Phase
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.inline_regions import inline_regions
@@ -158,14 +158,23 @@ class Backend:
         self._warn_of_limit(request, over_limit(request, compiler.outcome))
         inlining = [PassRecord(inline_regions.__name__, Phase.CAPTURE, len(inlined), inlined)] if inlined else []
         watch.finished(replace(compiler.outcome, passes=(*inlining, *compiler.outcome.passes)))
-        compiled = run_as_unit(compiled, request, self._plan_step)
+        compiled = run_as_unit(compiled, request, self.plan_step)
         for wrap in WRAPPERS:
             compiled = wrap(compiled, request, compiler)
         return compiled
 
-    def _plan_step(self, state: PartitionState, options: BackendOptions, record: StepRecord) -> StepPlan:
-        """Return the plan of a recorded step, which observers see like a compile."""
+    def plan_step(
+        self, state: PartitionState, record: StepRecord, *, options: BackendOptions | None = None
+    ) -> StepPlan:
+        """Return the plan of a recorded step, which observers see like a compile.
+
+        Args:
+            state: The model.
+            record: The step.
+            options: The options with which its graphs were compiled; None if there are none.
+        """
         self._compiles += 1
+        options = options or BackendOptions()
         with torch.set_grad_enabled(bool(record.backward)):
             planning = StepPlanning.of(state, options, record, number=self._compiles)
             watch = Watches([observer.begin(planning.request) for observer in self.observers])

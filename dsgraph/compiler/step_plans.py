@@ -18,13 +18,15 @@ from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.partitioning.step.step_graph import JointStep, joint_graph
+from dsgraph.partitioning.step.step_plan import StepPlan
 from dsgraph.partitioning.step.step_program import lower
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
-from dsgraph.partitioning.step.step_run import StepPlan
 from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
 from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.graph import is_wait
+from dsgraph.passes.ir.save_plan import Choice, must
+from dsgraph.passes.memory.split_as_planned import split_as_planned
 from dsgraph.ranks.agreement import Agreement
 
 from .build_pipeline import build_pipeline
@@ -34,7 +36,8 @@ from .frames import Capture, SourceLine
 from .options import BackendOptions
 from .request import CompileOutcome, CompileRequest, CompileWatch
 
-PlanStep = Callable[[PartitionState, BackendOptions, StepRecord], StepPlan]
+PlanStep = Callable[..., StepPlan]
+"""`Backend.plan_step`."""
 
 
 def run_as_unit(compiled: Callable[..., Any], request: CompileRequest, plan_step: PlanStep) -> Callable[..., Any]:
@@ -47,9 +50,9 @@ def run_as_unit(compiled: Callable[..., Any], request: CompileRequest, plan_step
 
     def run(*args: Any) -> Any:
         state = _state_of(args[numbers[0]])
-        if state.step.make_plan is None:
-            state.step.make_plan = partial(plan_step, state, options)
-            state.step.gathers_ahead = options.overlap_comm
+        if not state.step.is_compiled:
+            state.step.is_compiled, state.step.gathers_ahead = True, options.overlap_comm
+            state.step.plans.make = partial(plan_step, state, options=options)
         return state.step.run_unit(unit, numbers, compiled, args)
 
     return run
@@ -138,7 +141,9 @@ class StepPlanning:
         copies = dict(zip(inputs[len(shards) :], joint.copies, strict=False))
         backward, kept = None, dict[str, ParameterState]()
         if record.backward:
-            ahead, behind = Partitioner(runner, request.facts)(joint.gm, [], num_fwd_outputs=joint.results)
+            ahead, behind = Partitioner(runner, request.facts, split=_split)(
+                joint.gm, [], num_fwd_outputs=joint.results
+            )
             taken = {node.name for node in behind.graph.find_nodes(op="placeholder")}
             kept = {
                 node.name: shards[origin(node).name]
@@ -154,6 +159,15 @@ class StepPlanning:
         request.agreement.confirm("run different steps", runner.orders)
         plan = StepPlan(record, joint.entries, shards, copies, kept, self.alone, self.signature, forward, backward)
         return plan, CompileOutcome(tuple(runner.records))
+
+
+def _split(gm: GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
+    """Split the joint graph of a step: what is gathered is gathered again, unless a pass keeps it."""
+    repeated = {node.name for node in gm.graph.nodes if must(node, Choice.RECOMPUTE)}
+    saved = {node.name for node in gm.graph.nodes if node.op == "call_function"} - repeated
+    found = split_as_planned(gm, saved=saved, repeated=repeated, outputs=num_fwd_outputs)
+    assert found is not None, "the graph of a step has only static sizes and pure nodes"
+    return found
 
 
 def work_of(gm: GraphModule, inputs: Sequence[Any]) -> Work:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from .gathered_copies import GatheredCopies, new_copy
 from .parameter import Freshness, ParameterState
 from .rows import placements_for
 from .stages import STAGES, CopyLifetime, ZeroStage
+from .step.step_plan import StepPlan
 from .step.step_run import StepRun
 from .step_phase import FOLLOWING, StepPhase
 
@@ -57,6 +59,7 @@ class PartitionState:
         open_forwards: Forwards under a memory limit whose backward has not begun.
         limit_gaps: Reasons, seen at run time, why steps may have exceeded their memory limit.
         ignored: Places of the parameters that were left out: those of `ignored_params`.
+        planner: Plans steps with the default options, until graphs of the model are compiled; the compiler sets it.
         ends_step: Called before an optimizer's step, from the first micro-batch that waits.
     """
 
@@ -85,6 +88,7 @@ class PartitionState:
     limit_gaps: list[str] = field(default_factory=list)
     ignored: set[tuple[nn.Module, str]] = field(default_factory=set)
     ends_step: Callable[[PartitionState, Optimizer], None] | None = None
+    planner: ClassVar[Callable[..., StepPlan] | None] = None
 
     def __post_init__(self) -> None:
         tensor = self.tensor_mesh
@@ -93,7 +97,9 @@ class PartitionState:
         slices = [] if tensor is None else [axis_group(tensor, 0).group_name]
         self.operations, self.reads = (ModelOperations(self.parameter_mesh, (*rows, *slices)) for _ in range(2))
         self.copies = GatheredCopies(self.operations)
-        self.step = StepRun(self.operations)
+        self.step = StepRun(self.operations, is_active=self.zero.gathers_each_use)
+        if self.planner is not None:
+            self.step.plans.make = partial(self.planner, self)
         self.reduces_once = self.zero.reduces_once
 
     @property

@@ -49,6 +49,10 @@ class StepUnit:
     work: Work = Work()
 
 
+UNCOMPILED = StepUnit("uncompiled code")
+"""Stands for code that reads one parameter and is no compiled graph. Autograd saves what its backward needs."""
+
+
 @dataclass(frozen=True)
 class Value:
     """A tensor between units.

@@ -7,7 +7,6 @@ parameters by itself and reduces its gradients at once, and the step is recorded
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,134 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from dsgraph.compat.autograd import (
-    at_end_of_backward,
-    compiled_backwards,
-    outer_hooks,
-    running_backward,
-    version_of,
-)
+from dsgraph.compat.autograd import at_end_of_backward, compiled_backwards, running_backward
 from dsgraph.compat.dtensor import distributed_like
 from dsgraph.compat.tensors import unseen_by_modes
-from dsgraph.inductor_ext import Ranks, start_gather_rows
-from dsgraph.inductor_ext.collectives.algorithms import usual_gather
 from dsgraph.partitioning.blocks.block import Block
 from dsgraph.partitioning.blocks.block_limit import BlockLimit
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.ranks.model_operations import ModelOperations
 
-from .reductions import add_gradient, only_adds, start_reductions
-from .step_program import Program, Run
-from .step_record import Entries, Key, StepRecord, StepUnit
+from .full_parameters import Full, SavedParameters, differentiable, gather_now, state_of
+from .reductions import add_gradient, start_reductions
+from .step_plan import Forward, StepPlans
+from .step_program import Run
+from .step_record import UNCOMPILED, Entries, Key, StepRecord, StepUnit
 
 _NONE = -1
-_MOST_PLANS = 16
-"""Number of kinds of steps that are planned; others gather where they read."""
-
-UNCOMPILED = StepUnit("uncompiled code")
-"""Stands for code that reads one parameter and is no compiled graph. Autograd saves what its backward needs."""
-
-
-@dataclass(eq=False)
-class StepPlan:
-    """The programs of a kind of step.
-
-    Attributes:
-        record: The step.
-        entries: The parameters, by the numbers of their gradients.
-        shards: Name of an input of the programs -> parameter whose shard it is.
-        copies: The same for full parameters that were gathered before.
-        kept: Name of a result of the forward -> parameter that it keeps for the backward.
-        alone: Parameters with hooks on any rank, whose gradients each rank reduces at once.
-        signature: See `StepRecord.signature`.
-        forward: The program of the forward.
-        backward: That of the backward; None if none followed.
-        number: Number of the plan, the same on all ranks.
-    """
-
-    record: StepRecord
-    entries: Entries
-    shards: Mapping[str, ParameterState]
-    copies: Mapping[str, ParameterState]
-    kept: Mapping[str, ParameterState]
-    alone: frozenset[ParameterState]
-    signature: Any
-    forward: Program
-    backward: Program | None
-    number: int = 0
-
-    @property
-    def holds(self) -> set[ParameterState]:
-        """The parameters that it keeps for the backward, besides those of the unit with which the backward begins."""
-        last = () if self.backward is None else self.record.calls[self.backward.calls[0]].entries
-        return set(self.kept.values()).difference(last)
-
-    def run(self, program: Program, deliver: Callable[[ParameterState, Tensor], None], kept: Mapping[str, Any]) -> Run:
-        """Return a run of a program.
-
-        Args:
-            program: One of the plan's.
-            deliver: Takes each parameter and its reduced gradient.
-            kept: Full parameters that were gathered before, by name.
-        """
-        values = (self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs)
-        steps = program.code(None, lambda number, value: deliver(self.entries[number], value), *values)
-        return Run(program, steps)
-
-
-MakePlan = Callable[[StepRecord], StepPlan]
-
-
-@dataclass(eq=False)
-class Forward:
-    """A forward of the model, which follows a plan, or is recorded.
-
-    Attributes:
-        plan: The plan that it began with.
-        run: What is left of the plan's forward; None when it has ended, or was left.
-        follows: True if all calls so far are those of the plan.
-        record: The record; None if it follows a plan.
-        kept: Full parameters that stay for the backward, by name.
-        number: Number of the next call.
-        reads: Numbers of the calls of uncompiled code.
-        is_used: True when a backward has begun.
-        realised: The plan of all its calls, if it is known.
-    """
-
-    plan: StepPlan | None = None
-    run: Run | None = None
-    follows: bool = False
-    record: StepRecord | None = None
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    number: int = 0
-    reads: set[int] = field(default_factory=set)
-    is_used: bool = False
-    realised: StepPlan | None = None
-    _alive: weakref.ref[Any] | None = None
-
-    def note_trained(self, graph: Any) -> None:
-        """Note an object that lives as long as a part of autograd's graph."""
-        if self._alive is None or self._alive() is None:
-            self._alive = weakref.ref(graph)
-
-    @property
-    def is_over(self) -> bool:
-        """True if a backward has begun, or if none can follow because autograd's graph is gone."""
-        return self.is_used or (self._alive is not None and self._alive() is None)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """The part of a full parameter that autograd saves: it is gathered again when the backward reads it."""
-
-    entry: ParameterState
-    state: tuple[int, int, int]
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 @dataclass(eq=False)
@@ -151,10 +39,11 @@ class StepRun:
 
     Attributes:
         operations: The model's operations, which ranks compare.
-        make_plan: Makes a plan of a record; None until something is compiled.
+        is_active: True if parameters are gathered for each use.
         plans: The plans.
         blocks: The model's repeated blocks.
         limit: The state of a `memory_limit`. Memory that it leaves holds full parameters for the backward.
+        is_compiled: True if compiled graphs of the model are units.
         gathers_ahead: False if the graphs were compiled with `overlap_comm=False`.
         in_step: True while further micro-batches of a step follow, for which a limit leaves memory.
         left: Reasons for which plans were left, the last ones.
@@ -162,25 +51,22 @@ class StepRun:
     """
 
     operations: ModelOperations
-    make_plan: MakePlan | None = None
-    plans: list[StepPlan] = field(default_factory=list)
+    is_active: bool = True
+    plans: StepPlans = field(default_factory=StepPlans)
     blocks: list[Block] = field(default_factory=list)
     limit: BlockLimit = field(default_factory=BlockLimit)
+    is_compiled: bool = False
     gathers_ahead: bool = True
     in_step: bool = False
     left: list[str] = field(default_factory=list)
     gathered_alone: int = 0
-    _next: dict[int, StepPlan] = field(default_factory=dict)
-    _last: StepPlan | None = None
     _forward: Forward = field(default_factory=Forward)
     _backward: Run | None = None
     _of: Forward | None = None
     _task: int = _NONE
-    _present: dict[ParameterState, Tensor] = field(default_factory=dict)
+    _present: Full = field(default_factory=dict)
     _given: set[ParameterState] = field(default_factory=set)
     _held: dict[ParameterState, tuple[Tensor, tuple[int, int, int]]] = field(default_factory=dict)
-    _recorded: StepRecord = field(default_factory=StepRecord)
-    _saved_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.operations.settle = self.settle
@@ -195,25 +81,26 @@ class StepRun:
             refuse_replaced_data(entry.param, entry.name)
         recomputes = running_backward() != _NONE
         if recomputes:
-            forward, number, full = self._of or self._forward, _NONE, self._found(entries)
+            forward, number, full = self._of or self._forward, _NONE, self._full(entries)
         else:
             others = [value for place, value in enumerate(args) if place not in numbers]
             forward, number = self._enter(unit, entries, others)
-            full = forward.run.enter() if forward.run is not None else self._found(entries)
+            full = forward.run.enter() if forward.run is not None else self._full(entries)
         given = list(args)
         for place, tensor in zip(numbers, self._differentiable(forward, number, entries, full), strict=True):
             given[place] = tensor
-        shared = {
-            tensor.untyped_storage().data_ptr(): entry
-            for entry, tensor in zip(entries, full, strict=True)
-            if entry.spec.group
-        }
-        self._saved_bytes = 0
-        with torch.autograd.graph.saved_tensors_hooks(*self._hooks(shared)):
-            outputs = compiled(*given)
+        addresses = (tensor.untyped_storage().data_ptr() for tensor in full)
+        shared = {at: entry for at, entry in zip(addresses, entries, strict=True) if entry.spec.group}
+        saved = SavedParameters(shared, self._full_in_backward)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                outputs = compiled(*given)
+        except BaseException:
+            forward.fail(recomputes=recomputes)
+            raise
         del given, full
         if not recomputes:
-            self._end_call(forward, number, outputs)
+            self._end_call(forward, number, outputs, saved.bytes)
         for node in compiled_backwards(outputs):
             node.register_prehook(partial(self._before_backward, forward, number, entries))
             node.register_hook(partial(self._after_backward, forward, number))
@@ -222,13 +109,13 @@ class StepRun:
     @unseen_by_modes
     def read(self, entry: ParameterState) -> Tensor | None:
         """Return a full parameter for uncompiled code in a forward; None if it must be gathered in another way."""
-        if not self.blocks or running_backward() != _NONE:
+        if not self.is_active or running_backward() != _NONE:
             return None
         forward, number = self._enter(UNCOMPILED, (entry,), ())
         forward.reads.add(number)
-        full = forward.run.enter() if forward.run is not None else self._found((entry,))
+        full = forward.run.enter() if forward.run is not None else self._full((entry,))
         (given,) = self._differentiable(forward, number, (entry,), full)
-        self._end_call(forward, number, ())
+        self._end_call(forward, number, (), 0)
         return given
 
     def settle(self) -> None:
@@ -241,7 +128,7 @@ class StepRun:
 
     def ran(self) -> list[Block]:
         """Return the blocks whose graphs ran in the last step, in their order."""
-        record = self._forward.record or self._recorded
+        record = self._forward.record or self.plans.recorded
         of = {entry: block for block in self.blocks for entry in (*block.entries, *block.replicated)}
         read = (entry for call in record.calls if call.unit.block for entry in call.entries)
         return list(dict.fromkeys(of[entry] for entry in read if entry in of))
@@ -259,7 +146,7 @@ class StepRun:
         """Note the bytes of a limit that a step leaves on all ranks; plans for another amount are dropped."""
         known, self.limit.spare = self.limit.spare, spare if self.limit.spare is None else min(self.limit.spare, spare)
         if self.limit.spare != known:
-            self._drop_plans()
+            self._drop()
 
     def release_held(self) -> None:
         """Release what was held for micro-batches that do not follow."""
@@ -269,11 +156,11 @@ class StepRun:
         """Remove all blocks, which are about to be defined again."""
         self.blocks = []
         self._forward = Forward()
-        self._drop_plans()
+        self._drop()
 
-    def _drop_plans(self) -> None:
-        self.plans, self._next, self._last, self._held = [], {}, None, {}
-        self._recorded = StepRecord()
+    def _drop(self) -> None:
+        self.plans.drop()
+        self._held = {}
 
     def _enter(self, unit: StepUnit, entries: Entries, inputs: Sequence[Any]) -> tuple[Forward, int]:
         """Return the forward that a call belongs to, and the call's number in it; -1 if nothing is recorded."""
@@ -281,8 +168,8 @@ class StepRun:
         if self._task != _NONE:  # the backward raised an error
             self.settle()
         now = self._forward
-        if now.run is not None and now.run.next_call == now.number and now.plan is not None:
-            if now.plan.record.calls[now.number].key == key and not now.is_over:
+        if now.run is not None:
+            if now.expects(key):
                 now.number += 1
                 return now, now.number - 1
             self._leave_forward(now, f"call {now.number} was not {unit.name}")
@@ -298,14 +185,12 @@ class StepRun:
     def _begin(self, key: Key) -> Forward:
         """Begin a forward, with the plan that followed the last one, if it begins with this call."""
         self._note(self._forward)
-        if (realised := self._forward.realised) is not None:
-            self._next[id(self._last)], self._last = realised, realised
-        if any(state != _state_of(entry) for entry, (_, state) in self._held.items()):
+        if self._forward.realised is not None:
+            self.plans.note(self._forward.realised)
+        if any(state != state_of(entry) for entry, (_, state) in self._held.items()):
             self._held = {}
             key = (*key[:2], False)
-        found = [plan for plan in self.plans if plan.record.calls[0].key == key and plan.record.held == set(self._held)]
-        expected = self._next.get(id(self._last))
-        plan = expected if expected in found else found[-1] if found else None
+        plan = self.plans.choose(key, self._held)
         if plan is None:
             self._forward = Forward(record=StepRecord(held=frozenset(self._held)))
         else:
@@ -315,14 +200,14 @@ class StepRun:
             self._forward = Forward(plan, run, follows=True, realised=plan, kept=copies)
         return self._forward
 
-    def _end_call(self, forward: Forward, number: int, outputs: Any) -> None:
+    def _end_call(self, forward: Forward, number: int, outputs: Any, saved_bytes: int) -> None:
         """Go on in the forward after a call."""
         if forward.run is not None:
             forward.run.leave()
             if forward.run.next_call == _NONE:
                 forward.kept, forward.run = {**forward.kept, **forward.run.kept}, None
         if forward.record is not None and number != _NONE:
-            forward.record.end(number, outputs, self._saved_bytes)
+            forward.record.end(number, outputs, saved_bytes)
 
     def _leave_forward(self, forward: Forward, why: str) -> None:
         """Leave the plan of a forward: run it out, and record the step."""
@@ -330,57 +215,17 @@ class StepRun:
         assert run is not None and plan is not None
         self.left = [*self.left[-7:], why]
         forward.run, forward.follows, forward.kept, forward.realised = None, False, {}, None
-        forward.record = plan.record.begins(forward.number)
+        forward.record = None if forward.has_failed else plan.record.begins(forward.number)
         run.run_out({})
 
     def _differentiable(
         self, forward: Forward, number: int, entries: Entries, full: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        """Return full parameters, differentiable with respect to their shards."""
-        trained = [index for index, entry in enumerate(entries) if entry.param.requires_grad]
-        if not trained or torch.is_inference_mode_enabled():
-            return full
-        own = tuple(entries[index] for index in trained)
-        reduce = partial(self._reduce, forward, number)
-        with torch.enable_grad():  # which the graph itself may turn on
-            outputs = _Read.apply(own, [full[index] for index in trained], reduce, *(entry.param for entry in own))
-        if torch.is_grad_enabled():
-            forward.note_trained(outputs[0].grad_fn)
-        found = list(full)
-        for index, tensor in zip(trained, outputs, strict=True):
-            found[index] = tensor
+        found = differentiable(entries, full, partial(self._reduce, forward, number))
+        graph = next((tensor.grad_fn for tensor in found if tensor.grad_fn is not None), None)
+        if graph is not None and torch.is_grad_enabled():
+            forward.note_trained(graph)
         return found
-
-    def _hooks(self, shared: Mapping[int, ParameterState]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return hooks by which autograd saves no full parameter, only which one it was.
-
-        Args:
-            shared: Address of a full parameter -> the parameter.
-        """
-        outer = outer_hooks()
-
-        def pack(tensor: Tensor) -> Any:
-            entry = shared.get(tensor.untyped_storage().data_ptr())
-            if entry is None:
-                self._saved_bytes += tensor.nbytes
-                return tensor if outer is None else outer[0](tensor)
-            size, stride = tuple(tensor.shape), tensor.stride()
-            return _Saved(entry, _state_of(entry), size, stride, int(tensor.storage_offset()))
-
-        def unpack(saved: Any) -> Tensor:
-            if not isinstance(saved, _Saved):
-                return saved if outer is None else outer[1](saved)
-            entry = saved.entry
-            if saved.state != _state_of(entry):
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"parameter {entry.name!r} was updated or replaced between the forward and the backward"
-                )
-            if entry not in self._present:
-                self._present[entry] = self._found((entry,))[0]
-            return self._present[entry].as_strided(saved.size, saved.stride, saved.offset)
-
-        return pack, unpack
 
     @unseen_by_modes
     def _before_backward(self, forward: Forward, number: int, entries: Entries, *_: Any) -> None:
@@ -390,7 +235,7 @@ class StepRun:
             run = None
         if forward.record is not None and number != _NONE:
             forward.record.backward.append(number)
-        full = run.enter() if run is not None else self._found(entries)
+        full = run.enter() if run is not None else self._full(entries)
         self._present = dict(zip(entries, full, strict=False))
 
     @unseen_by_modes
@@ -473,7 +318,7 @@ class StepRun:
                 self._backward = plan.run(plan.backward, self._deliver, forward.kept)
             if self.in_step and not self._held:
                 stay = {plan.kept[name]: value for name, value in forward.kept.items() if name in plan.kept}
-                self._held = {entry: (full, _state_of(entry)) for entry, full in stay.items() if entry in plan.holds}
+                self._held = {entry: (full, state_of(entry)) for entry, full in stay.items() if entry in plan.holds}
         forward.follows, forward.kept = False, {}  # another backward of it gathers by itself
         return self._backward
 
@@ -517,35 +362,23 @@ class StepRun:
             self._backward, self._of, self._task, self._present, self._given = None, None, _NONE, {}, set()
 
     def _note(self, forward: Forward) -> None:
-        """Find or make the plan of a step that was recorded."""
+        """Find or make the plan of a step that has ended."""
         record, forward.record = forward.record, None
-        self._recorded = record or (forward.plan.record if forward.plan is not None else self._recorded)
-        if record is None or not record.calls or self.make_plan is None:
-            return
-        found = next((plan for plan in self.plans if plan.signature == record.signature), None)
-        if found is None and len(self.plans) < _MOST_PLANS:
-            found = self.make_plan(record)
-            found.number = len(self.plans) + 1
-            self.plans.append(found)
+        if record is not None:
+            forward.realised = self.plans.plan_of(record)
             self.limit.staying = sum(entry.copy_bytes for entry in self.holds())
-        forward.realised = found
 
-    def _found(self, entries: Entries) -> list[Tensor]:
+    def _full(self, entries: Entries) -> list[Tensor]:
         """Return full parameters, outside a plan."""
-        present = {**{entry: full for entry, (full, state) in self._held.items()}, **self._present}
-        sharded = [entry for entry in entries if entry.spec.group and entry not in present]
-        found = {entry: present[entry] for entry in entries if entry in present}
-        self.gathered_alone += len(sharded)
-        with torch.inference_mode(False), torch.no_grad():
-            if sharded:
-                what = f"{sharded[0].name!r} and {len(sharded) - 1} more"
-                with self.operations.gathering(what, outside=False):
-                    started = [_start_gather(entry) for entry in sharded]
-                    found |= {entry: each.finish() for entry, each in zip(sharded, started, strict=True)}
-            for entry in entries:
-                if not entry.spec.group:
-                    found[entry] = entry.rows.to(entry.spec.dtypes(entry.param.dtype)[0])
+        found = {**{entry: full for entry, (full, _) in self._held.items()}, **self._present}
+        missing = [entry for entry in entries if entry not in found]
+        self.gathered_alone += sum(bool(entry.spec.group) for entry in missing)
+        found |= gather_now(missing, self.operations)
         return [found[entry] for entry in entries]
+
+    def _full_in_backward(self, entry: ParameterState) -> Tensor:
+        (self._present[entry],) = self._full((entry,))
+        return self._present[entry]
 
     def copy(self, operations: ModelOperations) -> StepRun:
         """Return the steps of a copy of the model."""
@@ -557,46 +390,3 @@ def _begins_again(record: StepRecord, key: Key) -> bool:
     if torch.is_grad_enabled():
         return bool(record.calls) and not any(call.key[1] for call in record.calls)
     return bool(record.calls) and record.calls[0].key == key
-
-
-def _state_of(entry: ParameterState) -> tuple[int, int, int]:
-    """Return numbers that change when a parameter is replaced, written to or updated by a fused optimizer."""
-    return id(entry.param), version_of(entry.param), entry.updates
-
-
-def _start_gather(entry: ParameterState) -> Any:
-    spec, rows = entry.spec, entry.rows
-    ranks = Ranks.of(spec.group)
-    dtype, _ = spec.dtypes(rows.dtype)
-    return start_gather_rows(rows, spec.shape, ranks, dtype=dtype, by=usual_gather(ranks, rows.device))
-
-
-class _Read(torch.autograd.Function):
-    """An autograd function that returns full parameters in place of their shards."""
-
-    @staticmethod
-    def forward(ctx: Any, entries: Any, full: Any, reduce: Any, *params: Any) -> tuple[Tensor, ...]:
-        ctx.entries, ctx.reduce = entries, reduce
-        ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in full)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.keeps_graph = torch.is_grad_enabled()  # so that `_reduced`'s results refuse a second derivative
-        return _Read._reduced(ctx, *grads)
-
-    @staticmethod
-    @once_differentiable
-    def _reduced(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        results: list[Any] = [None] * len(grads)
-        nodes = [node for node, _ in ctx.next_functions]
-        needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[3 + number]]
-        if needed:
-            found = ctx.reduce(
-                tuple(ctx.entries[number] for number in needed),
-                [grads[number] for number in needed],
-                [not ctx.keeps_graph and only_adds(nodes[number]) for number in needed],
-            )
-            for number, grad in zip(needed, found, strict=True):
-                results[number] = grad
-        return (None, None, None, *results)

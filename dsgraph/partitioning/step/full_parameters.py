@@ -1,0 +1,153 @@
+"""Full parameters outside plans: gathered where they are read, and what autograd keeps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dsgraph.compat.autograd import outer_hooks, version_of
+from dsgraph.inductor_ext import Ranks, start_gather_rows
+from dsgraph.inductor_ext.collectives.algorithms import usual_gather
+from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.ranks.model_operations import ModelOperations
+
+from .reductions import only_adds
+from .step_record import Entries
+
+Reduce = Callable[[Entries, Sequence[Tensor], Sequence[bool]], list[Tensor | None]]
+"""Takes parameters, their full gradients, and for each True if autograd would only add it to `.grad`. It returns the
+reduced gradients of the others."""
+
+Full = dict[ParameterState, Tensor]
+
+
+def gather_now(entries: Sequence[ParameterState], operations: ModelOperations) -> Full:
+    """Return full parameters, gathered together, outside a plan."""
+    sharded = [entry for entry in entries if entry.spec.group]
+    found: Full = {}
+    with torch.inference_mode(False), torch.no_grad():
+        if sharded:
+            what = f"{sharded[0].name!r} and {len(sharded) - 1} more"
+            with operations.gathering(what, outside=False):
+                started = [_start_gather(entry) for entry in sharded]
+                found |= {entry: each.finish() for entry, each in zip(sharded, started, strict=True)}
+        for entry in entries:
+            if not entry.spec.group:
+                found[entry] = entry.rows.to(entry.spec.dtypes(entry.param.dtype)[0])
+    return found
+
+
+def differentiable(entries: Entries, full: Sequence[Tensor], reduce: Reduce) -> Sequence[Tensor]:
+    """Return full parameters, differentiable with respect to their shards."""
+    trained = [index for index, entry in enumerate(entries) if entry.param.requires_grad]
+    if not trained or torch.is_inference_mode_enabled():
+        return full
+    own = tuple(entries[index] for index in trained)
+    with torch.enable_grad():  # which a graph itself may turn on
+        outputs = _Read.apply(own, [full[index] for index in trained], reduce, *(entry.param for entry in own))
+    found = list(full)
+    for index, tensor in zip(trained, outputs, strict=True):
+        found[index] = tensor
+    return found
+
+
+def state_of(entry: ParameterState) -> tuple[int, int, int]:
+    """Return numbers that change when a parameter is replaced, written to or updated by a fused optimizer."""
+    return id(entry.param), version_of(entry.param), entry.updates
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The part of a full parameter that autograd saves: it is gathered again when the backward reads it."""
+
+    entry: ParameterState
+    state: tuple[int, int, int]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class SavedParameters:
+    """Hooks by which autograd saves no full parameter, only which one it was.
+
+    Attributes:
+        shared: Address of a full parameter -> the parameter.
+        read: Returns a full parameter in the backward.
+        bytes: Bytes of the other tensors that were saved.
+    """
+
+    shared: Mapping[int, ParameterState]
+    read: Callable[[ParameterState], Tensor]
+    bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._outer = outer_hooks()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd saves for a tensor."""
+        entry = self.shared.get(tensor.untyped_storage().data_ptr())
+        if entry is None:
+            self.bytes += tensor.nbytes
+            return tensor if self._outer is None else self._outer[0](tensor)
+        size, stride = tuple(tensor.shape), tensor.stride()
+        return _Saved(entry, state_of(entry), size, stride, int(tensor.storage_offset()))
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Return the tensor that was saved.
+
+        Raises:
+            RuntimeError: The parameter has changed since.
+        """
+        if not isinstance(saved, _Saved):
+            unpacked: Tensor = saved if self._outer is None else self._outer[1](saved)
+            return unpacked
+        if saved.state != state_of(saved.entry):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"parameter {saved.entry.name!r} was updated or replaced between the forward and the backward"
+            )
+        return self.read(saved.entry).as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _start_gather(entry: ParameterState) -> Any:
+    spec, rows = entry.spec, entry.rows
+    ranks = Ranks.of(spec.group)
+    dtype, _ = spec.dtypes(rows.dtype)
+    return start_gather_rows(rows, spec.shape, ranks, dtype=dtype, by=usual_gather(ranks, rows.device))
+
+
+class _Read(torch.autograd.Function):
+    """An autograd function that returns full parameters in place of their shards."""
+
+    @staticmethod
+    def forward(ctx: Any, entries: Any, full: Any, reduce: Any, *params: Any) -> tuple[Tensor, ...]:
+        ctx.entries, ctx.reduce = entries, reduce
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.keeps_graph = torch.is_grad_enabled()  # so that `_reduced`'s results refuse a second derivative
+        return _Read._reduced(ctx, *grads)
+
+    @staticmethod
+    @once_differentiable
+    def _reduced(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        results: list[Any] = [None] * len(grads)
+        nodes = [node for node, _ in ctx.next_functions]
+        needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[3 + number]]
+        if needed:
+            found = ctx.reduce(
+                tuple(ctx.entries[number] for number in needed),
+                [grads[number] for number in needed],
+                [not ctx.keeps_graph and only_adds(nodes[number]) for number in needed],
+            )
+            for number, grad in zip(needed, found, strict=True):
+                results[number] = grad
+        return (None, None, None, *results)
