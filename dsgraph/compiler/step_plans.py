@@ -115,7 +115,7 @@ class StepPlanning:
         function = SourceLine(code.co_filename, code.co_firstlineno, f"step of {type(state.root).__name__}")
         request = CompileRequest(
             number=number,
-            options=options,
+            options=options.model_copy(update={"codegen": "eager"}),  # no code is generated for it
             pipeline=build_pipeline(options, facts),
             mode=None,
             capture=Capture(function),
@@ -141,9 +141,8 @@ class StepPlanning:
         copies = dict(zip(inputs[len(shards) :], joint.copies, strict=False))
         backward, kept = None, dict[str, ParameterState]()
         if record.backward:
-            ahead, behind = Partitioner(runner, request.facts, split=_split)(
-                joint.gm, [], num_fwd_outputs=joint.results
-            )
+            partitioner = Partitioner(runner, request.facts, split=_split)
+            ahead, behind = partitioner(joint.gm, [], num_fwd_outputs=joint.results)
             taken = {node.name for node in behind.graph.find_nodes(op="placeholder")}
             kept = {
                 node.name: shards[origin(node).name]
