@@ -107,7 +107,7 @@ def communication_passes() -> set[str]:
     return {
         item.name
         for item in dsgraph.default_pipeline()
-        if item.needs_mesh
+        if item.graph == "step"
         or item.changes_collectives
         or item.reorders_collectives
         or item.keeps_gathers

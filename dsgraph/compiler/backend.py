@@ -56,7 +56,7 @@ from .memory_limit.spare_memory import spare_bytes
 from .options import BackendOptions, parse_options
 from .request import CompileObserver, CompilerChoice, CompileRequest, Watches
 from .runs import Communication, communication_lines
-from .step_plans import StepPlanning, run_as_unit, work_of
+from .step_plans import plan_step, run_as_unit, work_of
 from .transforms import move_markers_ahead
 from .wrappers import WRAPPERS
 
@@ -166,21 +166,9 @@ class Backend:
     def plan_step(
         self, state: PartitionState, record: StepRecord, *, options: BackendOptions | None = None
     ) -> StepPlan:
-        """Return the plan of a recorded step, which observers see like a compile.
-
-        Args:
-            state: The model.
-            record: The step.
-            options: The options with which its graphs were compiled; None if there are none.
-        """
+        """Return the plan of a recorded step; options are those of its graphs, None without any."""
         self._compiles += 1
-        options = options or BackendOptions()
-        with torch.set_grad_enabled(bool(record.backward)):
-            planning = StepPlanning.of(state, options, record, number=self._compiles)
-            watch = Watches([observer.begin(planning.request) for observer in self.observers])
-            plan, outcome = planning.run(watch)
-            watch.finished(outcome)
-        return plan
+        return plan_step(state, record, options or BackendOptions(), number=self._compiles, observers=self.observers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Return the backend itself: a copy of a compiled model is compiled by the same backend."""

@@ -20,6 +20,10 @@ from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.passes.ir.user_source import OWN_FOLDER, TORCH_FOLDER
 
 _RESUMED = re.compile(r"^torch_dynamo_resume_in_.*_at_(\d+)$")
+_EXPERTS = (
+    "transformers' experts of implementation 'eager' depend on values: call "
+    'model.set_experts_implementation("grouped_mm") before the first forward, which is captured'
+)
 _STACK_LINE = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
@@ -221,3 +225,14 @@ def _region(frame: FrameType | None) -> SourceLine | None:
             for outer in _user_frames(frames[number]):
                 return SourceLine(outer.f_code.co_filename, outer.f_lineno, outer.f_code.co_name)
     return None
+
+
+def remedy(*said: str) -> str:
+    """Return a sentence that says how to make a line capturable; empty if no remedy is known.
+
+    Args:
+        *said: Place and reason in torch's words.
+    """
+    text = " ".join(said)
+    depends_on_values = re.search(r"nonzero|data-dependent|[Dd]ynamic shape operator|\bexpert_", text)
+    return f" {_EXPERTS}." if depends_on_values and re.search(r"transformers.models.\w+.modeling_", text) else ""

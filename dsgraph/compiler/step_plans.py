@@ -34,7 +34,7 @@ from .costs.agreed import known_costs
 from .fake_run import on_fakes
 from .frames import Capture, SourceLine
 from .options import BackendOptions
-from .request import CompileOutcome, CompileRequest, CompileWatch
+from .request import CompileObserver, CompileOutcome, CompileRequest, CompileWatch, Watches
 
 PlanStep = Callable[..., StepPlan]
 """`Backend.plan_step`."""
@@ -158,6 +158,31 @@ class StepPlanning:
         request.agreement.confirm("run different steps", runner.orders)
         plan = StepPlan(record, joint.entries, shards, copies, kept, self.alone, self.signature, forward, backward)
         return plan, CompileOutcome(tuple(runner.records))
+
+
+def plan_step(
+    state: PartitionState,
+    record: StepRecord,
+    options: BackendOptions,
+    *,
+    number: int,
+    observers: Sequence[CompileObserver],
+) -> StepPlan:
+    """Return the plan of a recorded step, which observers see like a compile.
+
+    Args:
+        state: The model.
+        record: The step.
+        options: The options of its graphs.
+        number: Number among the compiles of this process.
+        observers: Those of the backend.
+    """
+    with torch.set_grad_enabled(bool(record.backward)):
+        planning = StepPlanning.of(state, options, record, number=number)
+        watch = Watches([observer.begin(planning.request) for observer in observers])
+        plan, outcome = planning.run(watch)
+        watch.finished(outcome)
+    return plan
 
 
 def _split(gm: GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:

@@ -41,6 +41,7 @@ from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
 from .markers import cast_leaf, gather_marker, marker_inputs, marker_options
+from .parameter import ParameterState
 from .stages import ZeroStage
 from .state import held_by
 
@@ -81,8 +82,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
         accumulated_grad = reducer = None
         is_ours = compiling_backend() == "dsgraph"  # other graphs do not wait for copies
         if is_ours and entry.stand_ins and entry.gathered_copy is None and _may_be_unit(partition.step.limit):
-            stand_in = entry.stand_ins[1 if param.requires_grad else 0]
-            return stand_in.view_as(stand_in)  # an input that leaves the graph would not be seen
+            return _stand_in(entry, is_trained=param.requires_grad)
         reads_copies = may_have_copy and is_ours
         if may_stay_local and partition.gradients_stay_local:
             if partition.accumulating:
@@ -106,6 +106,11 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     only_inlined(read)
     only_inlined(mark)
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
+
+
+def _stand_in(entry: ParameterState, *, is_trained: bool) -> Tensor:
+    stand_in = entry.stand_ins[1 if is_trained else 0]
+    return stand_in.view_as(stand_in)  # an input that leaves the graph would not be seen
 
 
 def _may_be_unit(limit: BlockLimit) -> bool:

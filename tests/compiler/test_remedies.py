@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import dsgraph
-from dsgraph.compiler.remedies import remedy
+from dsgraph.compiler.frames import remedy
 
 MIXTRAL = "site-packages/transformers/models/mixtral/modeling_mixtral.py:79 (forward)"
 NONZERO = "Dynamic shape operator: Operator `aten.nonzero.default`'s output shape depends on input Tensor data."

@@ -17,14 +17,10 @@ Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
 _STATE = "zero_optimization.offload_optimizer"
 _ALL_ON_HOST = "an update is delayed where all of the state is on the host"
 _BELOW_CPU = Needs(MODEL_DEVICE, (), "below the CPU is the disk: use dsgraph.offload_folder", other_than="cpu")
-_ONE_GRAPH = tuple(
+_APART = tuple(
     Needs(key, values, why, note=NO_EFFECT, not_for="none")
     for key, values, why in (
         ("dsgraph.compile", (True,), "nothing is compiled"),
-        ("dsgraph.strict", (False,), "strict allows no uncompiled code between blocks"),
-        ("dsgraph.pipeline", (None,), "the passes are run on one graph"),
-        ("dsgraph.kernels", ("auto", "none"), "the kernels are searched for in one graph"),
-        ("activation_checkpointing.cpu_checkpointing", (False,), "activations are moved within one graph"),
         ("flops_profiler.enabled", (False,), "the profile counts the operations of each block apart"),
         ("progressive_layer_drop.enabled", (False,), "blocks that may be skipped are graphs of their own already"),
     )
@@ -53,7 +49,7 @@ class DsgraphConfig(Section):
         None,
         "repeated blocks that are compiled once, see `dsgraph.partition`: `auto`, `none`, or names of lists of modules",
         argument="blocks",
-        needs=_ONE_GRAPH,
+        needs=_APART,
         stages=True,
     )
     memory_limit: Bytes | None = key(

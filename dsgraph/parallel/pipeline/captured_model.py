@@ -18,8 +18,8 @@ from dsgraph.compat.compiled import allowing_recompiles
 from dsgraph.compat.dtensor import fake_like
 from dsgraph.compat.dynamo import capture_errors, ignoring_log_messages
 from dsgraph.compat.tensors import flatten_tree, map_tensors
+from dsgraph.compiler.frames import remedy
 from dsgraph.compiler.options import parse_options
-from dsgraph.compiler.remedies import remedy
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import (
     detect_fake_mode,

@@ -21,7 +21,7 @@ The graph is no part of it: ranks compile other graphs for batches of other size
 
 @dataclass(frozen=True)
 class Work:
-    """What the forward of a unit computes.
+    """The computation of a unit's forward.
 
     Attributes:
         operations: Floating-point operations.
@@ -145,7 +145,7 @@ class StepRecord:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What distinguishes it from steps of another kind."""
+        """Its identity among the kinds of steps."""
         calls = tuple((call.key, tuple(map(id, call.trained))) for call in self.calls)
         return calls, tuple(self.backward), self.held
 

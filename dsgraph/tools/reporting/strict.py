@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dsgraph.compat.compiled import recompile_limit
-from dsgraph.compiler.frames import Capture
+from dsgraph.compiler.frames import Capture, remedy
 from dsgraph.compiler.options import BackendOptions
-from dsgraph.compiler.remedies import remedy
 from dsgraph.compiler.request import CompileRequest
 from dsgraph.partitioning.blocks.block_frames import ITS_OWN_FRAME
 from dsgraph.passes import AxisRole

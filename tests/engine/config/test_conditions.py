@@ -5,7 +5,6 @@ import pytest
 from dsgraph.engine.config.conditions import check_keys
 from dsgraph.engine.config.engine_config import EngineConfig
 from dsgraph.engine.config.key import entries_of
-from dsgraph.partitioning.blocks.block_copies import NEED_ONE_GRAPH
 from dsgraph.utils.errors import ConfigError
 
 DISK = {"device": "nvme", "nvme_path": "/tmp"}
@@ -104,8 +103,6 @@ def test_what_the_section_parallel_supports():
     "sections",
     [
         {"dsgraph": {"compile": False}},
-        {"dsgraph": {"strict": True}},
-        {"dsgraph": {"kernels": ["rms_norm"]}},
         {"flops_profiler": {"enabled": True}},
     ],
 )
@@ -116,9 +113,3 @@ def test_blocks_that_cannot_be_apart_are_noted(sections):
     (note,) = found("auto")
     assert note.startswith("dsgraph.blocks has no effect: ")
     assert found("none") == []
-
-
-def test_all_options_that_need_one_graph_are_conditions_of_blocks():
-    entries = {path: entry for path, _, entry in entries_of(EngineConfig)}
-    noted = {entries[needs.key].option for needs in entries["dsgraph.blocks"].needs}
-    assert set(NEED_ONE_GRAPH) <= noted

@@ -152,7 +152,8 @@ def test_a_compile_asks_nothing_twice(fake_ranks, monkeypatch):
     ):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), version_of))
     torch._dynamo.reset()
-    model = dsgraph.partition(GPT(GPTConfig(vocab=64, width=32, heads=2, layers=2)), stage=3, keep_whole_below=64)
+    config = GPTConfig(vocab=64, width=32, heads=2, layers=2)
+    model = dsgraph.partition(GPT(config), stage=3, keep_whole_below=64, blocks="none")
     compiled = torch.compile(model, backend="dsgraph", options={"codegen": "eager", "memory_limit": 10**6})
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     compiled(tokens, tokens)

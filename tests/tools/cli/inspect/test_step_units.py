@@ -44,7 +44,7 @@ def test_the_costs_of_a_step_count_each_run(blocks_dump, call):
     printed = call("collectives", blocks_dump).out
     assert "compile1/forward-0-before, run 3 times in a step: by blocks.0 ... blocks.2 (3): no coll" in printed
     graphs = call("collectives", blocks_dump, "--json").json
-    of_step = [item for item in graphs if "/compile3/" in item["graph"]]
+    of_step = [item for item in graphs if "/compile4/" in item["graph"]]
     assert [item["runs"] for item in graphs[:2]] == [3, 3] and len(of_step) == 2
     gathered = {name for item in of_step for one in item["collectives"] for name in one["parameters"]}
     assert "blocks.1.attention.qkv.weight" in gathered
