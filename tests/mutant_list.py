@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _KERNELS = "tests/inductor_ext/kernels"
 _ZERO, _OVERLAP, _ANALYSIS = "tests/passes/zero", "tests/passes/overlap", "tests/passes/analysis"
+_STEP, _STEP_TESTS = "dsgraph/partitioning/step", "tests/partitioning/step"
 _PARALLEL = "tests/engine/techniques/test_parallel_techniques.py"
 
 
@@ -188,7 +189,17 @@ ZERO = (
     ),
     Mutant(
         *("keep-first-gather", "passes/zero/keep_last_gather.py", "swapped order"),
-        *("KeepLastGather.run", "-1])", "0])"),
+        *("KeepLastGather.run", "_keep(gathers[-1], ctx)", "_keep(gathers[0], ctx)"),
+        killers=(f"{_ZERO}/test_keep_last_gather.py",),
+    ),
+    Mutant(
+        *("keep-a-whole-model", "passes/zero/keep_last_gather.py", "missing bound"),
+        *("_of_last_unit", "kept if sizes.pop(last[0]) <= max(sizes.values(), default=0) else kept[-1:]", "kept"),
+        killers=(f"{_ZERO}/test_keep_last_gather.py",),
+    ),
+    Mutant(
+        *("keep-for-a-backward-far-away", "passes/zero/keep_last_gather.py", "missing check"),
+        *("_of_last_unit", "or last != list(backwards)[:1]", ""),
         killers=(f"{_ZERO}/test_keep_last_gather.py",),
     ),
     Mutant(
@@ -697,36 +708,6 @@ BLOCKS = (
         killers=("tests/engine/config/test_options_of_config.py",),
     ),
     Mutant(
-        *("kept-block-is-trusted", "dsgraph/partitioning/blocks/block_plan.py", "missing check"),
-        *("BlockPlan._enter", "if block.is_kept:\n            block.release()", ""),
-        killers=("tests/partitioning/blocks/test_block_plan.py",),
-    ),
-    Mutant(
-        *("next-block-is-not-gathered", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan.begin", "self._start_neighbour(block, -1 if recomputes else 1)", ""),
-        killers=("tests/partitioning/blocks/test_block_plan.py",),
-    ),
-    Mutant(
-        *("block-stays-after-its-backward", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan._after_backward", "call.graphs -= 1", ""),
-        killers=("tests/partitioning/blocks/test_block_plan.py",),
-    ),
-    Mutant(
-        *("leaked-block-copy-is-released", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan.run_graph", "[entry for block in blocks for entry in block.keep_for_readers(outputs)]", "[]"),
-        killers=("tests/partitioning/blocks/test_block_copies.py",),
-    ),
-    Mutant(
-        *("block-copy-saved-by-hooks-is-released", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
-        *("BlockCopies.keep_for_readers", "is_saved or ", ""),
-        killers=("tests/partitioning/blocks/test_block_copies.py",),
-    ),
-    Mutant(
-        *("block-copy-outlives-its-hooks", "dsgraph/partitioning/blocks/block_plan.py", "leak"),
-        *("BlockPlan.run_graph", " if entry not in kept", ""),
-        killers=("tests/partitioning/blocks/test_block_copies.py",),
-    ),
-    Mutant(
         *("chosen-codegen-ignored", "dsgraph/compiler/around_blocks.py", "missing check"),
         *("options_of_graph", '"codegen" in options.model_fields_set or ', ""),
         killers=("tests/compiler/test_around_blocks.py",),
@@ -772,60 +753,6 @@ BLOCKS = (
         killers=("tests/compiler/test_around_blocks.py",),
     ),
     Mutant(
-        *("block-copy-outlives-an-update", "dsgraph/partitioning/blocks/block_copies.py", "missing check"),
-        *("BlockCopies.note_step", "self._gathered_from.pop(entry, None)", "pass"),
-        killers=("tests/partitioning/blocks/test_block_copies.py",),
-    ),
-    Mutant(
-        *("hooked-gradient-is-handed-over", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
-        *("_only_adds", " and not has_hooks(node.variable)", ""),
-        killers=("tests/distributed/test_blocks.py",),
-    ),
-    Mutant(
-        *("wanted-gradient-is-handed-over", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
-        *("_only_adds", " and accumulates(node)", ""),
-        killers=("tests/distributed/test_blocks.py",),
-    ),
-    Mutant(
-        *("gradient-of-a-block-replaces-the-sum", "dsgraph/partitioning/blocks/block_reads.py", "missing term"),
-        *("RunningReduction.add", "self.param.grad is None", "True"),
-        killers=("tests/distributed/test_blocks.py",),
-    ),
-    Mutant(
-        *("replicated-gradients-are-summed", "dsgraph/partitioning/blocks/block_reads.py", "wrong scale"),
-        *("_start_replicated", " / math.prod(each.size for each in ranks)", ""),
-        killers=("tests/distributed/test_blocks.py",),
-    ),
-    Mutant(
-        *("gradients-of-one-rank-share-memory", "dsgraph/partitioning/blocks/block_reads.py", "missing check"),
-        *("_start_of_one_rank", "finish().clone()", "finish()"),
-        killers=("tests/partitioning/blocks/test_block_copies.py",),
-    ),
-    Mutant(
-        *("block-copy-leaves-unseen", "dsgraph/partitioning/seam.py", "missing check"),
-        *("property_for.mark", ".view_as(entry.block_read)", ""),
-        killers=("tests/partitioning/blocks/test_block_copies.py",),
-    ),
-    Mutant(
-        *("last-gradients-are-not-added", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan._end_backward", "self._finish_reductions(len(self._reductions))", "pass"),
-        killers=("tests/partitioning/blocks/test_block_plan.py",),
-    ),
-    Mutant(
-        *("reductions-of-a-failed-backward-stay", "dsgraph/partitioning/blocks/block_plan.py", "missing step"),
-        *("BlockPlan._abandon", "self._reductions = []", "pass"),
-        killers=("tests/partitioning/blocks/test_block_plan.py",),
-    ),
-    Mutant(
-        *("reductions-are-waited-for-at-once", "dsgraph/partitioning/blocks/block_plan.py", "swapped order"),
-        *(
-            "BlockPlan.finish_later",
-            "earlier = len(self._reductions)\n        self._reductions.extend(reductions)",
-            "self._reductions.extend(reductions)\n        earlier = len(self._reductions)",
-        ),
-        killers=("tests/partitioning/blocks/test_block_plan.py",),
-    ),
-    Mutant(
         *("threads-start-as-python-ends", "dsgraph/checkpoint/checkpoint_files.py", "missing check"),
         *("_checksums", "threading.current_thread() is not threading.main_thread()", "False"),
         killers=("tests/checkpoint/test_checkpoint_files.py",),
@@ -834,6 +761,144 @@ BLOCKS = (
         *("blocks-share-one-limit", "dsgraph/partitioning/blocks/block_frames.py", "wrong bound"),
         *("_allowing_more_recompiles", "recompile_limit() + number", "recompile_limit()"),
         killers=("tests/distributed/test_blocks.py",),
+    ),
+)
+
+STEP_GRAPH = (
+    Mutant(
+        *("hooked-gradient-is-handed-over", f"{_STEP}/reductions.py", "missing check"),
+        *("only_adds", " and not has_hooks(node.variable)", ""),
+        killers=(f"{_STEP_TESTS}/test_reductions.py",),
+    ),
+    Mutant(
+        *("wanted-gradient-is-handed-over", f"{_STEP}/reductions.py", "missing check"),
+        *("only_adds", " and accumulates(node)", ""),
+        killers=(f"{_STEP_TESTS}/test_reductions.py",),
+    ),
+    Mutant(
+        *("gradient-of-a-unit-replaces-the-sum", f"{_STEP}/reductions.py", "missing term"),
+        *("add_gradient", "param.grad is None", "True"),
+        killers=(f"{_STEP_TESTS}/test_reductions.py",),
+    ),
+    Mutant(
+        *("frozen-parameter-gets-a-gradient", f"{_STEP}/reductions.py", "missing check"),
+        *("add_gradient", "if not param.requires_grad", "if False"),
+        killers=(f"{_STEP_TESTS}/test_reductions.py",),
+    ),
+    Mutant(
+        *("replicated-gradients-are-summed", f"{_STEP}/reductions.py", "wrong scale"),
+        *("_start_replicated", " / math.prod(each.size for each in ranks)", ""),
+        killers=(f"{_STEP_TESTS}/test_reductions.py",),
+    ),
+    Mutant(
+        *("gradients-of-one-rank-share-memory", f"{_STEP}/reductions.py", "missing check"),
+        *("_start_of_one_rank", "finish().clone()", "finish()"),
+        killers=(f"{_STEP_TESTS}/test_reductions.py",),
+    ),
+    Mutant(
+        *("stand-in-leaves-unseen", "dsgraph/partitioning/seam.py", "missing check"),
+        *("_stand_in", ".view_as(stand_in)", ""),
+        killers=(f"{_STEP_TESTS}/test_step_run.py",),
+    ),
+    Mutant(
+        *("full-parameter-is-saved", f"{_STEP}/full_parameters.py", "leak"),
+        *("SavedParameters.pack", "self.shared.get(tensor.untyped_storage().data_ptr())", "None"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
+    ),
+    Mutant(
+        *("update-before-the-backward-unseen", f"{_STEP}/full_parameters.py", "missing check"),
+        *("SavedParameters.unpack", "saved.state != state_of(saved.entry)", "False"),
+        killers=(f"{_STEP_TESTS}/test_step_run.py",),
+    ),
+    Mutant(
+        *("fused-update-before-the-backward-unseen", f"{_STEP}/full_parameters.py", "missing check"),
+        *("state_of", ", entry.updates", ""),
+        killers=(f"{_STEP_TESTS}/test_step_run.py",),
+    ),
+    Mutant(
+        *("plan-chosen-without-what-followed", f"{_STEP}/step_plan.py", "missing check"),
+        *("StepPlans.choose", "expected if expected in found else", ""),
+        killers=(f"{_STEP_TESTS}/test_step_plan.py",),
+    ),
+    Mutant(
+        *("plan-chosen-without-what-is-held", f"{_STEP}/step_plan.py", "missing check"),
+        *("StepPlans.choose", "and plan.record.held == set(held)", ""),
+        killers=(f"{_STEP_TESTS}/test_step_plan.py",),
+    ),
+    Mutant(
+        *("plans-without-bound", f"{_STEP}/step_plan.py", "missing bound"),
+        *("StepPlans.plan_of", "*self.known[1 - MOST_PLANS :]", "*self.known"),
+        killers=(f"{_STEP_TESTS}/test_step_plan.py",),
+    ),
+    Mutant(
+        *("plan-is-followed-blindly", f"{_STEP}/step_plan.py", "missing check"),
+        *("Forward.expects", "self.plan.record.calls[self.number].key == key", "True"),
+        killers=(f"{_STEP_TESTS}/test_step_run.py",),
+    ),
+    Mutant(
+        *("forward-is-not-run-out", f"{_STEP}/step_run.py", "missing step"),
+        *("StepRun._leave_forward", "run.run_out({})", "pass"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
+    ),
+    Mutant(
+        *("backward-is-not-run-out", f"{_STEP}/step_run.py", "missing step"),
+        *("StepRun._leave_backward", "run.run_out(given or {})", "pass"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
+    ),
+    Mutant(
+        *("zeros-are-delivered", f"{_STEP}/step_run.py", "missing check"),
+        *("StepRun._deliver", "entry in self._given", "True"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
+    ),
+    Mutant(
+        *("gradients-of-a-failed-backward-come-late", f"{_STEP}/step_run.py", "missing step"),
+        *("StepRun._finish_backward", "self._given.clear()", "pass"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
+    ),
+    Mutant(
+        *("held-copy-outlives-an-update", f"{_STEP}/step_run.py", "stale gathered copy"),
+        *("StepRun._begin", "state != state_of(entry)", "False"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
+    ),
+    Mutant(
+        *("hooked-parameter-is-planned", "dsgraph/compiler/step_plans.py", "ranks differ"),
+        *("StepPlanning.of", "if entry.name in hooked", "if False"),
+        killers=("tests/distributed/test_blocks.py::test_a_hook_on_one_rank_changes_no_order",),
+    ),
+    Mutant(
+        *("signature-without-the-backward", f"{_STEP}/step_record.py", "missing check"),
+        *("StepRecord.signature", "tuple(self.backward)", "()"),
+        killers=(f"{_STEP_TESTS}/test_step_record.py",),
+    ),
+    Mutant(
+        *("values-made-by-nobody", f"{_STEP}/step_record.py", "missing term"),
+        *("StepRecord.end", "(number, index)", "(-1, index)"),
+        killers=(f"{_STEP_TESTS}/test_step_record.py",),
+    ),
+    Mutant(
+        *("shared-parameter-loses-a-gradient", f"{_STEP}/step_graph.py", "unsummed gradient"),
+        *("_Builder._backward", "if entry in grads", "if False"),
+        killers=(f"{_STEP_TESTS}/test_step_graph.py",),
+    ),
+    Mutant(
+        *("held-copy-is-gathered-again", f"{_STEP}/step_graph.py", "missing term"),
+        *("_Builder._marker", "self._copies.get(entry)", "None"),
+        killers=(f"{_STEP_TESTS}/test_step_graph.py",),
+    ),
+    Mutant(
+        *("unit-waits-for-the-next-gather", f"{_STEP}/step_program.py", "dropped stop"),
+        *("lower", "if _awaits_gather(node)", "if False"),
+        killers=(f"{_STEP_TESTS}/test_step_program.py",),
+    ),
+    Mutant(
+        *("gradients-are-given-to-every-unit", f"{_STEP}/step_program.py", "summed twice"),
+        *("Run.run_out", "gradients = {}", "pass"),
+        killers=(f"{_STEP_TESTS}/test_step_program.py",),
+    ),
+    Mutant(
+        *("plan-gathers-in-inference-mode", f"{_STEP}/step_program.py", "missing check"),
+        *("Run._go_on", "torch.inference_mode(False), ", ""),
+        killers=(f"{_STEP_TESTS}/test_step_program.py",),
     ),
 )
 
@@ -1457,9 +1522,9 @@ PARALLEL = (
         killers=("tests/distributed/test_block_limits.py",),
     ),
     Mutant(
-        *("copies-of-blocks-never-stay", "dsgraph/partitioning/blocks/block_plan.py", "wrong branch"),
-        *("BlockPlan._choose_staying", "if spare else 0", "if not spare else 0"),
-        killers=("tests/distributed/test_block_limits.py",),
+        *("held-copies-are-not-kept", f"{_STEP}/step_run.py", "wrong branch"),
+        *("StepRun._entered", "if self.in_step and not self._held", "if False"),
+        killers=(f"{_STEP_TESTS}/test_step_memory.py",),
     ),
     Mutant(
         *("code-around-blocks-not-counted", "dsgraph/partitioning/blocks/live_bytes.py", "missing term"),
@@ -1949,6 +2014,7 @@ MUTANTS = (
     *COLLECTIVES,
     *STEP,
     *BLOCKS,
+    *STEP_GRAPH,
     *COMPILER,
     *OFFLOAD,
     *VERIFIER,

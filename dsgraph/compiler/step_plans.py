@@ -23,6 +23,7 @@ from dsgraph.partitioning.step.step_program import lower
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
 from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
 from dsgraph.passes.analysis.sizes import tensor_bytes
+from dsgraph.passes.compat import compiled_when_run
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.graph import is_wait
 from dsgraph.passes.ir.save_plan import Choice, must
@@ -120,7 +121,9 @@ class StepPlanning:
             mode=None,
             capture=Capture(function),
             module=state.root,
-            inputs=tuple(entry.param for entry in joint.entries),
+            inputs=(
+                torch.empty(0, requires_grad=bool(record.backward)),
+            ),  # no parameter, whose owners a log would keep
             facts=facts,
             costs=known.describe(mesh, state.axes),
             agreement=agreement,
@@ -177,7 +180,7 @@ def plan_step(
         number: Number among the compiles of this process.
         observers: Those of the backend.
     """
-    with torch.set_grad_enabled(bool(record.backward)):
+    with torch.set_grad_enabled(bool(record.backward)), compiled_when_run():
         planning = StepPlanning.of(state, options, record, number=number)
         watch = Watches([observer.begin(planning.request) for observer in observers])
         plan, outcome = planning.run(watch)

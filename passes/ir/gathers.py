@@ -1,4 +1,7 @@
-"""Gathers that can start at any time, because they depend only on inputs of the graph."""
+"""Gathers that can start at any time, because they depend only on inputs of the graph, and the units that read them.
+
+A unit of a step is atomic: it reads all its parameters at its start, and its gradients are there at its end.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch.fx import GraphModule, Node
+
+from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 
 from .coalesced import inputs_of, results_of
 from .collectives import TABLE, Role, collective_group, collectives
@@ -49,3 +54,18 @@ def _preparations(source: Node) -> list[Node] | None:
         found.append(source)
         source = source.all_input_nodes[0]
     return found if source.op == "placeholder" else None
+
+
+def is_unit(node: Node) -> bool:
+    """Return True for a node that stands for the run of a unit."""
+    return node.target in (RUN_FORWARD, RUN_BACKWARD)
+
+
+def reading_unit(started: Node) -> Node | None:
+    """Return the first unit that reads what a gather brings; None in other graphs."""
+    found: list[Node] = []
+    frontier = list(results_of(started))
+    while frontier:
+        for user in frontier.pop().users:
+            (found if is_unit(user) else frontier).append(user)
+    return min(found, default=None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from .coalesced import waits_of
+from .coalesced import inputs_of, results_of, waits_of
 from .collectives import is_collective
+from .gathers import is_unit
 from .graph import is_barrier
 from .transfers import is_stored_gradient
 
@@ -33,3 +34,13 @@ def made_of(started: Node) -> list[Node] | str:
         if any(source not in found for source in node.all_input_nodes):
             return f"{node.name} computes with what it reduces and with other values"
     return sorted(found)
+
+
+def computing_unit(started: Node) -> Node | None:
+    """Return the last unit that computes what a reduction sends; None in other graphs."""
+    found: list[Node] = []
+    frontier = [source for result in results_of(started) for source in inputs_of(result)]
+    while frontier:
+        node = frontier.pop()
+        (found if is_unit(node) else frontier).extend([node] if is_unit(node) else node.all_input_nodes)
+    return max(found, default=None)

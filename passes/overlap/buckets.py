@@ -3,7 +3,8 @@
 A bucket starts once and pays the latency of one collective, and its members arrive together. So a collective joins its
 neighbours while a latency is at least a share of the transfer time of the bucket, including it: small tensors are sent
 together, large ones alone. On NCCL collectives also join while a rank's part of the bucket is below 4 MiB: NCCL divides
-it among its channels, and with too little for each no link reaches its rate, which the cost model does not know.
+it among its channels, and with too little for each no link reaches its rate, which the cost model does not know. In the
+graph of a step, what one unit reads or computes is sent together: nothing could use a part of it earlier.
 
 All numbers here are equal on all ranks: sizes of parameters, links' latencies and rates, and the memory to spare.
 Predicted times of computation are not, and ranks with different buckets would wait for each other for ever.
@@ -22,9 +23,11 @@ from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.core.notes import described
-from dsgraph.passes.ir.collectives import collective_group, collective_kind, collective_of
+from dsgraph.passes.ir.collectives import collective_group, collective_kind, collective_of, is_gather
+from dsgraph.passes.ir.gathers import reading_unit
 from dsgraph.passes.ir.graph import bound_arguments, fake_value
 from dsgraph.passes.ir.mesh_axis import MeshAxis
+from dsgraph.passes.ir.reduced_values import computing_unit
 from dsgraph.passes.ir.save_plan import chosen
 
 _DEFAULT_BYTES = 25 * 2**20
@@ -62,12 +65,14 @@ class _Member:
         alike: The properties that all members of a bucket share.
         bytes: Bytes of its input or output, whichever is more.
         sent: Bytes that each rank sends.
+        unit: The unit that reads its result or computes its input; None in graphs without units.
     """
 
     node: Node
     alike: Hashable
     bytes: int
     sent: int
+    unit: Node | None = None
 
 
 def least_bytes(axis: MeshAxis) -> int:
@@ -124,7 +129,7 @@ def _may_join(bucket: Sequence[_Member], member: _Member, ctx: PassContext, limi
     most = max(_DEFAULT_BYTES, least) if limits.bucket_bytes is None else limits.bucket_bytes
     if member.alike != bucket[0].alike or size > most:
         return False
-    if size <= least:
+    if size <= least or (member.unit is not None and member.unit is bucket[-1].unit):
         return True
     latency = _seconds(member.node, 0, ctx)
     travelling = _seconds(member.node, sum(one.sent for one in together), ctx) - latency
@@ -147,7 +152,8 @@ def _member(node: Node, ctx: PassContext) -> _Member | None:
         return None  # sizes that vary
     others = tuple(value for value in bound_arguments(node).values() if not isinstance(value, Node))
     alike = (node.target, others, value.dtype, value.device, chosen(node))
-    return _Member(node, alike, max(known), sent)
+    unit = reading_unit(node) if is_gather(node) else computing_unit(node)
+    return _Member(node, alike, max(known), sent, unit)
 
 
 def _is_bucketed(node: Node) -> bool:

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from dsgraph.inductor_ext.units import RUN_BACKWARD
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext, Phase
@@ -19,7 +20,7 @@ from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described, parameter_of
 from dsgraph.passes.ir.coalesced import waits_of
 from dsgraph.passes.ir.collectives import collective_group, collectives, is_collective, is_gather
-from dsgraph.passes.ir.gathers import Gather, gathered_parameters, kinds_in
+from dsgraph.passes.ir.gathers import Gather, gathered_parameters, is_unit, kinds_in, reading_unit
 from dsgraph.passes.ir.graph import KEPT, barrier_between, fake_value, is_view, is_wait, placeholders
 
 
@@ -63,6 +64,10 @@ class PrefetchForwardGathers(GraphPass):
         first = self._first_place(gm, gathers[0])
         waits = [waits_of(started) for started, _ in gathers]
         places = [first, *(self._place_behind(before, needed[0]) for before, needed in pairwise(waits))]
+        units = [reading_unit(started) for started, _ in gathers]
+        for number, unit in enumerate(units[1:], 1):
+            if unit is not None and unit is units[number - 1]:  # what one unit reads is gathered at once
+                places[number] = gathers[number - 1][0]
         for gather, place in zip(gathers, places, strict=True):
             if _start_after(place, gather):
                 moved.add(gather[0])
@@ -103,7 +108,8 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
              started_a = all_gather_into_tensor(shard_a); da = mm(t(y), dy); a = wait_tensor(started_a)
              dx = mm(dy, t(a))
 
-    A parameter's own gradient is computed during the gather, so that only one gathered parameter is alive. The first
+    A parameter's own gradient is computed during the gather, so that only one gathered parameter is alive. In the graph
+    of a step a unit computes everything at once, and the parameters of the next one are gathered during it. The first
     gather starts after the last use of parameters that the forward has kept; without those, at the beginning. If there
     are only pointwise ops in between (a frozen layer), a gather starts when the parameter before has arrived.
     Everything else is as in `PrefetchForwardGathers`.
@@ -192,7 +198,9 @@ def _is_read_before(value: Node, place: Node) -> bool:
 
 
 def _takes_long(node: Node) -> bool:
-    """Return whether the node computes long enough to hide a transfer."""
+    """Return whether the node computes long enough to hide a transfer; next to a unit no other node does."""
+    if node.graph.find_nodes(op="call_function", target=RUN_BACKWARD):
+        return is_unit(node)
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
         return False
     return not (is_view(node) or torch.Tag.pointwise in node.target.tags)

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.partitioning.markers import marker_options, reduction_options
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.passes.compat import FakeTensorMode, gradient_output, plain_input, plain_output
+from dsgraph.passes.compat import FakeTensorMode, gradient_output, make_graph_module, plain_input, plain_output
 from dsgraph.passes.ir.graph import emit
 
 from .step_record import Call, StepRecord, Work
@@ -86,7 +86,7 @@ class _Builder:
         self._end.args = ((*results, *gradients),)
         descs = [plain_output(number) for number in range(len(results))]
         self._end.meta["desc"] = descs + [gradient_output(number) for number in range(len(gradients))]
-        return JointStep(GraphModule(nn.Module(), self._graph), self._entries, tuple(self._copies), len(results))
+        return JointStep(make_graph_module(nn.Module(), self._graph), self._entries, tuple(self._copies), len(results))
 
     def _fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         with self._mode:
@@ -94,6 +94,7 @@ class _Builder:
 
     def _input(self, name: str, like: Tensor, number: int) -> Node:
         node = self._graph.placeholder(name)
+        node.target = node.name  # names of parameters may collide
         node.meta["val"] = self._fake(like.shape, like.dtype, like.device)
         node.meta["desc"] = plain_input(number)
         return node
@@ -167,5 +168,4 @@ class _Builder:
 
 
 def _identifier(name: str) -> str:
-    found = re.sub(r"\W", "_", name)
-    return found if found.isidentifier() else f"_{found}"
+    return "p_" + re.sub(r"\W", "_", name).replace("tangents", "tangent")  # see `is_tangent`

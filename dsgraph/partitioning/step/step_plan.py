@@ -170,6 +170,11 @@ class Forward:
         is_next = self.run.next_call == self.number and not self.is_over
         return is_next and self.plan.record.calls[self.number].key == key
 
+    def goes_on(self, key: Key) -> bool:
+        """Return True for a call after the end of the plan which is not the first one of another forward."""
+        is_open = self.follows and self.run is None and not self.is_over and self._alive is not None
+        return is_open and self.plan is not None and self.plan.record.calls[0].key != key
+
     def fail(self, *, recomputes: bool) -> None:
         """Note that a unit has raised an error, as a recomputation does that has computed enough."""
         if not recomputes:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import is_gather
-from dsgraph.passes.ir.graph import is_wait
+from dsgraph.passes.ir.graph import is_view, is_wait
 
 Deliver = Callable[[int, Tensor], None]
 Steps = Generator[Any, Any, Any]
@@ -73,7 +73,7 @@ def lower(
         to = graph.placeholder("to")
     for number in gradients:
         if isinstance(results[number], Node):
-            _insert_after(results[number], deliver, (to, number, results[number]))
+            _deliver(results[number], to, number)
     for unit in units:
         unit.args = (unit.args[0], [], unit.args[2])
     for node in reversed(graph.nodes):
@@ -110,9 +110,22 @@ def _awaits_gather(node: Node) -> bool:
     return is_wait(node) and is_gather(collective_behind(node))
 
 
-def _insert_after(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _deliver(gradient: Node, to: Node, number: int) -> None:
+    """Insert the delivery of a gradient where it is complete."""
+    if _is_of_unit(_behind_views(gradient)):  # of one rank: several parameters may have one gradient
+        gradient = _insert_after(gradient, torch.ops.aten.clone.default, (gradient,))
+    _insert_after(gradient, deliver, (to, number, gradient))
+
+
+def _behind_views(node: Node) -> Node:
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _insert_after(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
     with node.graph.inserting_after(node):
-        node.graph.call_function(target, args)
+        return node.graph.call_function(target, args)
 
 
 def _as_generator(gm: GraphModule) -> tuple[str, Callable[..., Steps]]:

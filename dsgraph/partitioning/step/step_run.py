@@ -173,6 +173,9 @@ class StepRun:
                 now.number += 1
                 return now, now.number - 1
             self._leave_forward(now, f"call {now.number} was not {unit.name}")
+        if now.goes_on(key) and now.plan is not None:
+            now.follows, now.kept, now.realised = False, {}, None
+            now.record = now.plan.record.begins(now.number)
         if now.is_over or now.record is None or _begins_again(now.record, key):
             now = self._begin(key)
             if now.run is not None:
@@ -307,8 +310,9 @@ class StepRun:
             at_end_of_backward(self._end_backward)
         if self._of is forward:
             return self._backward
-        if self._backward is not None:
+        if self._backward is not None and self._backward.next_call != _NONE:
             self._leave_backward("the backward of another forward began")
+        self._backward = None
         self._of, forward.is_used = forward, True
         if forward.run is not None:
             self._leave_forward(forward, "the backward began early")
@@ -364,6 +368,8 @@ class StepRun:
     def _note(self, forward: Forward) -> None:
         """Find or make the plan of a step that has ended."""
         record, forward.record = forward.record, None
+        if record is None and forward.realised is not None:
+            self.plans.recorded = forward.realised.record
         if record is not None:
             forward.realised = self.plans.plan_of(record)
             self.limit.staying = sum(entry.copy_bytes for entry in self.holds())

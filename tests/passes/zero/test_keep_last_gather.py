@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
 import dsgraph
+from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.passes import PassError, Pipeline
+from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart
+from dsgraph.passes.compat import FakeTensorMode
+from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import collectives
-from dsgraph.passes.ir.graph import find_calls, is_wait, placeholders
+from dsgraph.passes.ir.graph import KEPT, emit, find_calls, is_wait, placeholders
 from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
 from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from dsgraph.passes.zero.keep_last_gather import KeepLastGather, ReleaseKeptGather
@@ -75,6 +80,85 @@ def test_the_graph_itself_and_a_second_run_change_nothing():
 def test_contract():
     with pytest.raises(PassError, match="keep_last_gather requires 'zero-collectives'"):
         Pipeline([KeepLastGather()])
+
+
+def _step(*units, backward=None, trains=True):
+    """The joint graph of a step whose units read parameters of these numbers of rows, after `InsertZeroCollectives`."""
+    graph, mode = Graph(), FakeTensorMode()
+
+    def node(make, *shape):
+        made = make()
+        with mode:
+            made.meta["val"] = torch.empty(shape)
+        return made
+
+    backward = list(reversed(range(len(units)))) if backward is None else backward
+    shards = [
+        [node(lambda at=at, place=place: graph.placeholder(f"p{at}_{place}"), rows // 2, 4) for place, rows in unit]
+        for at, unit in enumerate(map(enumerate, units))
+    ]
+    last = node(lambda: graph.placeholder("tangents_1"), 2, 4)
+    end = graph.output(())
+    how = {"dtype": torch.float32, "reduce_dtype": torch.float32, "group": "0", "outer_groups": []}
+    full = [
+        [
+            emit(end, torch.ops.dsgraph.gather_param.default, shard, None, [rows, 4], **how)
+            for shard, rows in zip(own, unit, strict=True)
+        ]
+        for own, unit in zip(shards, units, strict=True)
+    ]
+    with graph.inserting_before(end):
+        runs = [graph.call_function(RUN_FORWARD, (at, [], own)) for at, own in enumerate(full)]
+        runs += [graph.call_function(RUN_BACKWARD, (at, [last], full[at])) for at in backward] if trains else []
+    end.args = ((*runs,),)
+    gm = GraphModule(torch.nn.Module(), graph)
+    run_pass(InsertZeroCollectives(), gm)
+    run_pass(ChooseCollectiveAlgorithms(), gm)
+    return gm
+
+
+def _kept(gm):
+    changed = run_pass(KeepLastGather(), gm).changed
+    kept = [collective_behind(node).all_input_nodes[0].name for node in _saved(gm)]
+    assert changed == len(kept) and all(node.meta[KEPT] for node in _saved(gm))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("units", "backward", "kept"),
+    [
+        (((8, 8), (8, 2)), None, ["p1_0", "p1_1"]),
+        (((8, 8), (8, 8)), None, ["p1_0", "p1_1"]),
+        (((8, 8), (8, 8, 8)), None, ["p1_2"]),
+        (((8, 8),), None, ["p0_1"]),
+        (((8, 8), (4, 4), (2,)), [1, 0], ["p1_0", "p1_1"]),
+        (((8, 8), (4, 4), (2,)), [0, 1, 2], []),
+        (((8, 8), (4, 4), ()), [2, 1, 0], ["p1_0", "p1_1"]),
+    ],
+    ids=[
+        "all of the last unit",
+        "of one as large as another",
+        "the last one of a unit that reads the most",
+        "the last one of a model that is one unit",
+        "of the last unit that the backward runs",
+        "the backward begins with another unit",
+        "of the last unit that reads parameters",
+    ],
+)
+def test_a_step_keeps_the_parameters_of_its_last_unit(units, backward, kept):
+    gm = _step(*units, backward=backward)
+    assert _kept(gm) == kept
+
+
+def test_a_step_without_a_backward_keeps_nothing():
+    assert _kept(_step((8, 8), (8, 2), trains=False)) == []
+
+
+def test_what_a_step_keeps_is_taken_from_the_budget():
+    budget = MemoryBudget(limit=10**6)
+    gm = _step((8, 8), (8, 2))
+    run_pass(KeepLastGather(), gm, budget=budget)
+    assert budget.taken(MemoryPart.GATHERED_COPIES) == 4 * 4 * (8 + 2)
 
 
 def _backward(kept, x, dy, other):
