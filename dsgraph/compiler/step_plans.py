@@ -18,7 +18,7 @@ from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.partitioning.step.step_graph import JointStep, joint_graph
-from dsgraph.partitioning.step.step_plan import StepPlan
+from dsgraph.partitioning.step.step_plan import AT_ONCE, StepPlan
 from dsgraph.partitioning.step.step_program import lower
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
 from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
@@ -53,7 +53,7 @@ def run_as_unit(compiled: Callable[..., Any], request: CompileRequest, plan_step
         state = _state_of(args[numbers[0]])
         if not state.step.is_compiled:
             state.step.is_compiled, state.step.gathers_ahead = True, options.overlap_comm
-            state.step.plans.make = partial(plan_step, state, options=options)
+            state.step.plans.make, state.step.plans.at_once = partial(plan_step, state, options=options), AT_ONCE
         return state.step.run_unit(unit, numbers, compiled, args)
 
     return run

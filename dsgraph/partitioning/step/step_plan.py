@@ -18,7 +18,7 @@ MOST_PLANS = 16
 """Number of plans that a model has; the one that was not followed for longest makes room for another."""
 
 AT_ONCE = 4
-"""Number of kinds of steps that are planned when they come first; others when they come again."""
+"""Number of kinds of steps of a compiled model that are planned when they come first; others when they come again."""
 
 
 @dataclass(eq=False)
@@ -79,11 +79,14 @@ class StepPlans:
         make: Makes a plan of a record; None until something is compiled.
         known: The plans; what was followed last comes last.
         recorded: The record of the last step.
+        at_once: Number of kinds of steps that are planned when they come first: none of uncompiled models, whose first
+            step takes no longer than a plan.
     """
 
     make: MakePlan | None = None
     known: list[StepPlan] = field(default_factory=list)
     recorded: StepRecord = field(default_factory=StepRecord)
+    at_once: int = 0
     _made: int = 0
     _seen: set[int] = field(default_factory=set)
     _next: dict[int, StepPlan] = field(default_factory=dict)
@@ -121,7 +124,7 @@ class StepPlans:
             return None
         self.recorded, signature = record, record.signature
         found = next((plan for plan in self.known if plan.signature == signature), None)
-        if found is None and self.make is not None and (self._made < AT_ONCE or hash(signature) in self._seen):
+        if found is None and self.make is not None and (self._made < self.at_once or hash(signature) in self._seen):
             found = self.make(record)
             self._made += 1
             found.number = self._made

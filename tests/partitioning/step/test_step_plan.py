@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
+import dsgraph
+from dsgraph.partitioning.state import partition_states
 from dsgraph.partitioning.step.step_plan import AT_ONCE, MOST_PLANS, StepPlan, StepPlans
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit
 
@@ -25,7 +30,7 @@ def _make(record: StepRecord) -> StepPlan:
 
 
 def _plans(*names: str) -> tuple[StepPlans, list[StepPlan]]:
-    plans = StepPlans(_make)
+    plans = StepPlans(_make, at_once=AT_ONCE)
     made = [plans.plan_of(_record(name)) for name in names]
     assert None not in made
     return plans, made
@@ -87,6 +92,15 @@ def test_the_plan_that_was_not_followed_for_longest_makes_room():
 
 
 def test_nothing_is_planned_of_a_step_without_calls_or_before_something_is_compiled():
-    assert StepPlans(_make).plan_of(StepRecord()) is None
-    plans = StepPlans()
+    assert StepPlans(_make, at_once=AT_ONCE).plan_of(StepRecord()) is None
+    plans = StepPlans(, at_once=AT_ONCE)
     assert plans.plan_of(_record("a")) is None and plans.recorded.calls
+
+
+def test_steps_of_uncompiled_models_are_planned_when_they_come_again(fake_ranks):
+    model = dsgraph.partition(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), stage=3, keep_whole_below=0)
+    (state,) = partition_states(model)
+    for count in (0, 1, 1):
+        model(torch.ones(2, 8)).sum().backward()
+        assert len(state.step.plans) == count
+    assert state.step.left == []
