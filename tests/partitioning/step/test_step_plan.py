@@ -93,7 +93,7 @@ def test_the_plan_that_was_not_followed_for_longest_makes_room():
 
 def test_nothing_is_planned_of_a_step_without_calls_or_before_something_is_compiled():
     assert StepPlans(_make, at_once=AT_ONCE).plan_of(StepRecord()) is None
-    plans = StepPlans(, at_once=AT_ONCE)
+    plans = StepPlans(at_once=AT_ONCE)
     assert plans.plan_of(_record("a")) is None and plans.recorded.calls
 
 
