@@ -153,13 +153,13 @@ class StepPlanning:
                 if node.name in taken and is_wait(node) and origin(node).name in shards
             }
             forward = lower(ahead, keep=taken, shards=shards)
-            backward = lower(behind, gradients=range(len(joint.entries)), shards=shards)
+            backward = lower(behind, gradients=range(len(joint.gradients)), shards=shards)
         else:
             InferenceLowering(runner, request.facts)(joint.gm.graph)
             forward = lower(joint.gm, shards=shards)
         assert request.agreement is not None
         request.agreement.confirm("run different steps", runner.orders)
-        plan = StepPlan(record, joint.entries, shards, copies, kept, self.alone, self.signature, forward, backward)
+        plan = StepPlan(record, joint.gradients, shards, copies, kept, self.alone, self.signature, forward, backward)
         return plan, CompileOutcome(tuple(runner.records))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dsgraph.compat.autograd import outer_hooks, version_of
 from dsgraph.inductor_ext import Ranks, start_gather_rows
 from dsgraph.inductor_ext.collectives.algorithms import usual_gather
+from dsgraph.inductor_ext.collectives.gather_param import SECOND_DERIVATIVES
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.ranks.model_operations import ModelOperations
 
@@ -32,8 +32,7 @@ def gather_now(entries: Sequence[ParameterState], operations: ModelOperations) -
     found: Full = {}
     with torch.inference_mode(False), torch.no_grad():
         if sharded:
-            what = f"{sharded[0].name!r} and {len(sharded) - 1} more"
-            with operations.gathering(what, outside=False):
+            with operations.gathering(named("parameter", sharded), outside=False):
                 started = [_start_gather(entry) for entry in sharded]
                 found |= {entry: each.finish() for entry, each in zip(sharded, started, strict=True)}
         for entry in entries:
@@ -42,14 +41,22 @@ def gather_now(entries: Sequence[ParameterState], operations: ModelOperations) -
     return found
 
 
-def differentiable(entries: Entries, full: Sequence[Tensor], reduce: Reduce) -> Sequence[Tensor]:
-    """Return full parameters, differentiable with respect to their shards."""
+def named(what: str, entries: Sequence[ParameterState]) -> str:
+    """Return the name of a parameter, or of the first of several: "parameter 'a' and 2 more"."""
+    return f"{what} {entries[0].name!r}" + (f" and {len(entries) - 1} more" if len(entries) > 1 else "")
+
+
+def differentiable(
+    entries: Entries, full: Sequence[Tensor], reduce: Reduce, *, is_uncompiled: bool
+) -> Sequence[Tensor]:
+    """Return full parameters, differentiable with respect to their shards; uncompiled code must not write to them."""
     trained = [index for index, entry in enumerate(entries) if entry.param.requires_grad]
     if not trained or torch.is_inference_mode_enabled():
         return full
     own = tuple(entries[index] for index in trained)
     with torch.enable_grad():  # which a graph itself may turn on
-        outputs = _Read.apply(own, [full[index] for index in trained], reduce, *(entry.param for entry in own))
+        values = [full[index] for index in trained]
+        outputs = _Read.apply(own, reduce, is_uncompiled, *values, *(entry.param for entry in own))
     found = list(full)
     for index, tensor in zip(trained, outputs, strict=True):
         found[index] = tensor
@@ -126,28 +133,39 @@ class _Read(torch.autograd.Function):
     """An autograd function that returns full parameters in place of their shards."""
 
     @staticmethod
-    def forward(ctx: Any, entries: Any, full: Any, reduce: Any, *params: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, entries: Any, reduce: Any, is_uncompiled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.entries, ctx.reduce = entries, reduce
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in full)
+        full = tensors[: len(entries)]
+        # Autograd refuses writes to a view.
+        return tuple(each.view_as(each) if is_uncompiled else each.detach() for each in full)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.keeps_graph = torch.is_grad_enabled()  # so that `_reduced`'s results refuse a second derivative
-        return _Read._reduced(ctx, *grads)
+        keeps_graph, results = torch.is_grad_enabled(), [None] * len(grads)
+        nodes = [node for node, _ in ctx.next_functions][-len(grads) :]
+        needed = [number for number, grad in enumerate(grads) if grad is not None and nodes[number] is not None]
+        if not needed:
+            return (None,) * len(ctx.needs_input_grad)
+        given: list[Any] = [grads[number] for number in needed]
+        adds = [not keeps_graph and only_adds(nodes[number]) for number in needed]
+        with torch.no_grad():
+            found: list[Any] = ctx.reduce(tuple(ctx.entries[number] for number in needed), given, adds)
+        differentiated = [grad for grad in given if grad.requires_grad]
+        if keeps_graph and differentiated:
+            found = [_Refuse.apply(value, *differentiated) for value in found]
+        for number, value in zip(needed, found, strict=True):
+            results[number] = value
+        return (*(None,) * (3 + len(grads)), *results)
+
+
+class _Refuse(torch.autograd.Function):
+    """An autograd function that returns its first argument, and refuses to be differentiated."""
 
     @staticmethod
-    @once_differentiable
-    def _reduced(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        results: list[Any] = [None] * len(grads)
-        nodes = [node for node, _ in ctx.next_functions]
-        needed = [number for number, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[3 + number]]
-        if needed:
-            found = ctx.reduce(
-                tuple(ctx.entries[number] for number in needed),
-                [grads[number] for number in needed],
-                [not ctx.keeps_graph and only_adds(nodes[number]) for number in needed],
-            )
-            for number, grad in zip(needed, found, strict=True):
-                results[number] = grad
-        return (None, None, None, *results)
+    def forward(ctx: Any, value: Tensor, *differentiated: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(SECOND_DERIVATIVES)

@@ -34,7 +34,8 @@ def add_gradient(param: DTensor, rows: Tensor) -> None:
 
 def only_adds(node: Any) -> bool:
     """Return True for the node of a parameter that adds the gradient to `.grad`, and does nothing else with it."""
-    return is_accumulation(node) and accumulates(node) and not has_hooks(node.variable)
+    is_watched = has_hooks(node.variable) if is_accumulation(node) else True
+    return not is_watched and accumulates(node) and not torch.is_anomaly_enabled()
 
 
 def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Finish]:

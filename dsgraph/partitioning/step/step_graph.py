@@ -32,14 +32,16 @@ class JointStep:
 
     Attributes:
         gm: The joint graph. Placeholders are shards, what comes from outside, and the tangent. Outputs are the results
-            of the last unit, then a gradient for each shard.
+            of the last unit, then the reduced gradients.
         entries: The parameters, in the order of the first placeholders.
+        gradients: The parameters whose gradients are the last outputs.
         copies: The parameters whose full copies are the placeholders after them.
         results: Number of results of the forward.
     """
 
     gm: GraphModule
     entries: tuple[ParameterState, ...]
+    gradients: tuple[ParameterState, ...]
     copies: tuple[ParameterState, ...]
     results: int
 
@@ -79,14 +81,15 @@ class _Builder:
         self._end = self._graph.output(())
         for number, call in enumerate(record.calls):
             self._forward(number, call, shards, outside)
-        grads = self._backward(tangent) if tangent is not None else {}
+        grads = self._backward(tangent) if tangent is not None else []
         assert self._token is not None
         results = [*next((made for made in reversed(self._results) if made), []), self._token]
-        gradients = [grads.get(entry) for entry in shards] if tangent is not None else []
-        self._end.args = ((*results, *gradients),)
+        self._end.args = ((*results, *(node for _, node in grads)),)
         descs = [plain_output(number) for number in range(len(results))]
-        self._end.meta["desc"] = descs + [gradient_output(number) for number in range(len(gradients))]
-        return JointStep(make_graph_module(nn.Module(), self._graph), self._entries, tuple(self._copies), len(results))
+        places = {entry: number for number, entry in enumerate(self._entries)}
+        self._end.meta["desc"] = descs + [gradient_output(places[entry]) for entry, _ in grads]
+        gm, copies = make_graph_module(nn.Module(), self._graph), tuple(self._copies)
+        return JointStep(gm, self._entries, tuple(entry for entry, _ in grads), copies, len(results))
 
     def _fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         with self._mode:
@@ -133,10 +136,13 @@ class _Builder:
         what = (shard, self._copies.get(entry), list(entry.spec.shape))
         return emit(self._end, torch.ops.dsgraph.gather_param.default, *what, **options)
 
-    def _backward(self, tangent: Node) -> dict[ParameterState, Node]:
-        """Add the backward, and return the reduced gradients. Each unit's depends on the one before."""
-        grads: dict[ParameterState, Node] = {}
-        before = tangent
+    def _backward(self, tangent: Node) -> list[tuple[ParameterState, Node]]:
+        """Add the backward, and return the reduced gradients. Each unit's depends on the one before.
+
+        A parameter that several units read is reduced for each of them, as outside a plan: sums are the same bit for
+        bit.
+        """
+        grads, before = [], tangent
         for number in self._record.backward:
             call = self._record.calls[number]
             fakes = [self._gradient(call, before.meta["val"]), *map(self._full_of, call.trained)]
@@ -145,12 +151,8 @@ class _Builder:
             node = self._call(RUN_BACKWARD, args, tuple(fakes), f"run_{number}_backward")
             node.meta["seconds"], node.meta["unit"] = 2 * self._seconds(call.unit.work), call.unit.name
             before = self._item(node, 0)
-            for index, entry in enumerate(call.trained, 1):
-                grad = self._item(node, index)
-                if entry in grads:  # read by several units: autograd adds, the sum is reduced once
-                    grad = emit(self._end, torch.ops.aten.add.Tensor, grads[entry], grad)
-                grads[entry] = grad
-        return {entry: self._reduced(entry, grad) for entry, grad in grads.items()}
+            grads += [(entry, self._item(node, index)) for index, entry in enumerate(call.trained, 1)]
+        return [(entry, self._reduced(entry, grad)) for entry, grad in grads]
 
     def _reduced(self, entry: ParameterState, grad: Node) -> Node:
         rows, options = entry.rows, reduction_options(entry.spec, entry.param.dtype)

@@ -27,7 +27,7 @@ class StepPlan:
 
     Attributes:
         record: The step.
-        entries: The parameters, by the numbers of their gradients.
+        gradients: The parameters, by the numbers of their gradients.
         shards: Name of an input of the programs -> parameter whose shard it is.
         copies: The same for full parameters that were gathered before.
         kept: Name of a result of the forward -> parameter that it keeps for the backward.
@@ -39,7 +39,7 @@ class StepPlan:
     """
 
     record: StepRecord
-    entries: Entries
+    gradients: Entries
     shards: Mapping[str, ParameterState]
     copies: Mapping[str, ParameterState]
     kept: Mapping[str, ParameterState]
@@ -64,7 +64,7 @@ class StepPlan:
             kept: Full parameters that were gathered before, by name.
         """
         values = (self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs)
-        steps = program.code(None, lambda number, value: deliver(self.entries[number], value), *values)
+        steps = program.code(None, lambda number, value: deliver(self.gradients[number], value), *values)
         return Run(program, steps)
 
 

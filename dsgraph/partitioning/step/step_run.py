@@ -24,7 +24,7 @@ from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.ranks.model_operations import ModelOperations
 
-from .full_parameters import Full, SavedParameters, differentiable, gather_now, state_of
+from .full_parameters import Full, SavedParameters, differentiable, gather_now, named, state_of
 from .reductions import add_gradient, start_reductions
 from .step_plan import Forward, StepPlans
 from .step_program import Run
@@ -198,7 +198,8 @@ class StepRun:
             self._forward = Forward(record=StepRecord(held=frozenset(self._held)))
         else:
             copies = {name: self._held[entry][0] for name, entry in plan.copies.items()}
-            with self.operations.gathering(f"the parameters of plan {plan.number}", outside=False):
+            first = plan.record.calls[0].entries[0].name
+            with self.operations.gathering(f"the parameters of plan {plan.number}, {first!r} first", outside=False):
                 run = plan.run(plan.forward, self._deliver, copies)
             self._forward = Forward(plan, run, follows=True, realised=plan, kept=copies)
         return self._forward
@@ -224,7 +225,8 @@ class StepRun:
     def _differentiable(
         self, forward: Forward, number: int, entries: Entries, full: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        found = differentiable(entries, full, partial(self._reduce, forward, number))
+        reduce = partial(self._reduce, forward, number)
+        found = differentiable(entries, full, reduce, is_uncompiled=number in forward.reads)
         graph = next((tensor.grad_fn for tensor in found if tensor.grad_fn is not None), None)
         if graph is not None and torch.is_grad_enabled():
             forward.note_trained(graph)
@@ -287,8 +289,7 @@ class StepRun:
         if forward.record is not None and number != _NONE:
             forward.record.calls[number].trained = tuple(own.values())
         if rest:
-            names = f"the gradients of {entries[rest[0]].name!r} and {len(rest) - 1} more"
-            with self.operations.reducing(names):
+            with self.operations.reducing(named("the gradient of", [entries[index] for index in rest])):
                 finishes = start_reductions([(entries[index], grads[index]) for index in rest])
             for index, finish in zip(rest, finishes, strict=True):
                 if adds[index]:
