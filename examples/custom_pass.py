@@ -94,7 +94,8 @@ def train(pipeline: dsgraph.Pipeline) -> tuple[nn.Module, list[Tensor]]:
     torch.compiler.reset()
     torch.manual_seed(0)
     model = dsgraph.partition(nn.Sequential(*(Block() for _ in range(4))), stage=3, keep_whole_below=0)
-    options = {"codegen": "eager", "pipeline": pipeline, "gather_bucket_bytes": 1}  # such small ones would go together
+    # Parameters this small would share one bucket.
+    options = {"codegen": "eager", "pipeline": pipeline, "gather_bucket_bytes": 1}
     compiled = torch.compile(model, backend="dsgraph", options=options)
     for _ in range(2):  # the first one records the calls of units, from which the graph of the step is made
         compiled(torch.ones(8, 64)).square().mean().backward()

@@ -518,7 +518,7 @@ STEP = (
     ),
     Mutant(
         *("checkpoint-sees-waits", "dsgraph/partitioning/seam.py", "missing step"),
-        *("_read_unseen", "if fetches else outside_selective_checkpoints()", ""),
+        *("_read_unseen", "outside_selective_checkpoints()", "torch.enable_grad()"),
         killers=("tests/distributed/test_control_flow.py",),
     ),
     Mutant(
@@ -767,7 +767,7 @@ BLOCKS = (
 STEP_GRAPH = (
     Mutant(
         *("hooked-gradient-is-handed-over", f"{_STEP}/reductions.py", "missing check"),
-        *("only_adds", " and not has_hooks(node.variable)", ""),
+        *("only_adds", "has_hooks(node.variable) if", "False if"),
         killers=(f"{_STEP_TESTS}/test_reductions.py",),
     ),
     Mutant(
@@ -857,7 +857,7 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("held-copy-outlives-an-update", f"{_STEP}/step_run.py", "stale gathered copy"),
-        *("StepRun._begin", "state != state_of(entry)", "False"),
+        *("StepRun._enter", "state != state_of(entry)", "False"),
         killers=(f"{_STEP_TESTS}/test_step_memory.py",),
     ),
     Mutant(
@@ -877,7 +877,7 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("shared-parameter-loses-a-gradient", f"{_STEP}/step_graph.py", "unsummed gradient"),
-        *("_Builder._backward", "if entry in grads", "if False"),
+        *("_Builder._backward", "grads += [", "grads = ["),
         killers=(f"{_STEP_TESTS}/test_step_graph.py",),
     ),
     Mutant(

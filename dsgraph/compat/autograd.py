@@ -102,11 +102,6 @@ def autograd_node(leaf: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Return True inside `torch.autograd.graph.saved_tensors_hooks`, which may keep what autograd saves."""
-    return outer_hooks() is not None
-
-
 def outer_hooks() -> Any:
     """Return the functions by which the innermost `saved_tensors_hooks` packs and unpacks tensors; None outside."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -168,7 +168,8 @@ class Backend:
     ) -> StepPlan:
         """Return the plan of a recorded step; options are those of its graphs, None without any."""
         self._compiles += 1
-        return plan_step(state, record, options or BackendOptions(), number=self._compiles, observers=self.observers)
+        how: dict[str, Any] = {"observers": self.observers, "agreements": self.agreements}
+        return plan_step(state, record, options or BackendOptions(codegen="eager"), number=self._compiles, **how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Return the backend itself: a copy of a compiled model is compiled by the same backend."""

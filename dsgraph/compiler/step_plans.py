@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,17 @@ from dsgraph.partitioning.step.step_graph import JointStep, joint_graph
 from dsgraph.partitioning.step.step_plan import AT_ONCE, StepPlan
 from dsgraph.partitioning.step.step_program import lower
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
-from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
+from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Pipeline, Runner
 from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.compat import compiled_when_run
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.graph import is_wait
 from dsgraph.passes.ir.save_plan import Choice, must
 from dsgraph.passes.memory.split_as_planned import split_as_planned
-from dsgraph.ranks.agreement import Agreement
+from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
+from dsgraph.passes.overlap.prefetch_gathers import PrefetchForwardGathers
+from dsgraph.ranks.agreement import Agreement, Agreements
+from dsgraph.utils.json_records import from_json_text, to_json_text
 
 from .build_pipeline import build_pipeline
 from .costs.agreed import known_costs
@@ -48,12 +50,14 @@ def run_as_unit(compiled: Callable[..., Any], request: CompileRequest, plan_step
         return compiled
     block, options = request.unit.shared_name(request.unit.block), request.options
     unit = StepUnit(block or request.function, block, request.work)
+    of_step = options.model_copy(update={"codegen": "eager"})  # no code is generated for its graph
 
     def run(*args: Any) -> Any:
         state = _state_of(args[numbers[0]])
-        if not state.step.is_compiled:
-            state.step.is_compiled, state.step.gathers_ahead = True, options.overlap_comm
-            state.step.plans.make, state.step.plans.at_once = partial(plan_step, state, options=options), AT_ONCE
+        if state.step.compiled_with != of_step:
+            state.step.drop()
+            state.step.compiled_with, state.step.gathers_ahead = of_step, options.overlap_comm
+            state.step.plans.make, state.step.plans.at_once = partial(plan_step, state, options=of_step), AT_ONCE
         return state.step.run_unit(unit, numbers, compiled, args)
 
     return run
@@ -83,7 +87,9 @@ class StepPlanning:
     signature: Any
 
     @staticmethod
-    def of(state: PartitionState, options: BackendOptions, record: StepRecord, *, number: int) -> StepPlanning:
+    def of(
+        state: PartitionState, options: BackendOptions, record: StepRecord, *, number: int, agreement: Agreement
+    ) -> StepPlanning:
         """Return the graph of a step of a model. All ranks call it at the same point.
 
         Args:
@@ -91,16 +97,15 @@ class StepPlanning:
             options: The options with which its graphs were compiled.
             record: The step.
             number: Number among the compiles of this process.
+            agreement: Of the model's ranks.
         """
         mesh = state.parameter_mesh
-        agreement = Agreement.over(mesh)
         known = known_costs(agreement, mesh.device_type)
         costs = known.model(mesh, state.axes)
-        own = json.dumps([entry.name for entry in state.parameters if has_hooks(entry.param)])
-        said = agreement.exchange("which hooks they have", own).values()
-        hooked = {name for names in said for name in json.loads(names)}
+        said = _exchanged(agreement, state, record)
+        hooked = {name for own in said for name in own.hooked}
         alone = frozenset(entry for entry in state.parameters if entry.name in hooked)
-        signature, record = record.signature, record.without(alone)
+        signature, record = record.signature, record.without(alone).timed(said[0].work)
         joint = joint_graph(record, lambda work: costs.kernel_seconds(work.operations, work.moved, dtype=work.dtype))
         names = enumerate(entry.name for entry in joint.entries)
         facts = CaptureFacts(
@@ -116,8 +121,8 @@ class StepPlanning:
         function = SourceLine(code.co_filename, code.co_firstlineno, f"step of {type(state.root).__name__}")
         request = CompileRequest(
             number=number,
-            options=options.model_copy(update={"codegen": "eager"}),  # no code is generated for it
-            pipeline=build_pipeline(options, facts),
+            options=options,
+            pipeline=_within_limit(build_pipeline(options, facts), state),
             mode=None,
             capture=Capture(function),
             module=state.root,
@@ -170,6 +175,7 @@ def plan_step(
     *,
     number: int,
     observers: Sequence[CompileObserver],
+    agreements: Agreements,
 ) -> StepPlan:
     """Return the plan of a recorded step, which observers see like a compile.
 
@@ -179,13 +185,46 @@ def plan_step(
         options: The options of its graphs.
         number: Number among the compiles of this process.
         observers: Those of the backend.
+        agreements: Those of the backend.
     """
     with torch.set_grad_enabled(bool(record.backward)), compiled_when_run():
-        planning = StepPlanning.of(state, options, record, number=number)
+        agreement = agreements.over(state.parameter_mesh)
+        planning = StepPlanning.of(state, options, record, number=number, agreement=agreement)
         watch = Watches([observer.begin(planning.request) for observer in observers])
         plan, outcome = planning.run(watch)
         watch.finished(outcome)
     return plan
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """The differences between ranks that a plan must not depend on.
+
+    Attributes:
+        hooked: Names of the parameters that have hooks.
+        work: For each call, operations, moved bytes and dtype, which depend on the rank's batch.
+    """
+
+    hooked: tuple[str, ...]
+    work: tuple[tuple[int, int, str], ...]
+
+
+def _exchanged(agreement: Agreement, state: PartitionState, record: StepRecord) -> list[_OfRank]:
+    """Return what all ranks say, the first one first."""
+    hooked = tuple(entry.name for entry in state.parameters if has_hooks(entry.param))
+    works = [call.unit.work for call in record.calls]
+    own = _OfRank(hooked, tuple((work.operations, work.moved, str(work.dtype)) for work in works))
+    said = agreement.exchange("what differs between them", to_json_text(own))
+    return [from_json_text(_OfRank, said[rank]) for rank in sorted(said)]
+
+
+def _within_limit(pipeline: Pipeline, state: PartitionState) -> Pipeline:
+    """Return the passes of a step; under a limit that blocks keep, only what was counted is in flight."""
+    if not state.step.limit.is_kept:
+        return pipeline
+    ahead, in_flight = PrefetchForwardGathers, DelayReductionWaits
+    passes = [replace(item, ahead_bytes=0) if isinstance(item, ahead) else item for item in pipeline]
+    return Pipeline(replace(item, in_flight_bytes=0) if isinstance(item, in_flight) else item for item in passes)
 
 
 def _split(gm: GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:

@@ -120,12 +120,13 @@ class ParameterState:
     def renew_stand_ins(self) -> None:
         """Make the tensors that stand for the full parameter, after its dtype or device has changed."""
         dtype, _ = self.spec.dtypes(self.param.dtype)
-        ways = (False, True) if dtype.is_floating_point else (False,)
-        self.stand_ins = tuple(self._stand_in(dtype, trained) for trained in ways)
+        ways, device = (False, True) if dtype.is_floating_point else (False,), self.param.device
+        if [_kind_of(known) for known in self.stand_ins] != [(dtype, device, trained) for trained in ways]:
+            self.stand_ins = tuple(self._stand_in(dtype, device, trained) for trained in ways)
 
-    def _stand_in(self, dtype: torch.dtype, trained: bool) -> Tensor:
+    def _stand_in(self, dtype: torch.dtype, device: torch.device, trained: bool) -> Tensor:
         with torch.inference_mode(False):
-            tensor = torch.empty(self.spec.shape, dtype=dtype, device=self.param.device)
+            tensor = torch.empty(self.spec.shape, dtype=dtype, device=device)
         tensor.untyped_storage().resize_(0)
         keep_static(tensor)
         tensor.dsgraph_entry = self  # type: ignore[attr-defined]
@@ -222,11 +223,12 @@ class ParameterState:
         }
         noted = {"hooked_param": 0, "noted_version": -1}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
-        copies = {"gathered_copy": gathered_copy, "stand_ins": ()}
+        copies = {"gathered_copy": gathered_copy, "stand_ins": tuple(map(_kind_of, self.stand_ins))}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.stand_ins = tuple(self._stand_in(*kind) for kind in state["stand_ins"])
         if self.gathered_copy is not None:  # of which the leaf is made
             self.gathered_copy.requires_grad_(False)
 
@@ -257,3 +259,7 @@ class ParameterState:
         self._gathered_from = self.param
         self._gathered_version = version_of(self.param)
         self.freshness = freshness
+
+
+def _kind_of(stand_in: Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    return stand_in.dtype, stand_in.device, stand_in.requires_grad

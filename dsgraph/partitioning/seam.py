@@ -8,7 +8,6 @@ collectives, so that a partitioned model is correct wherever it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -189,12 +188,9 @@ def _unsliced(spec: ParameterSpec, own: Tensor) -> Tensor:
 def _read_unseen(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = False) -> Tensor:
     """Call `_read` hidden from selective checkpoints, which refuse a recomputation with other ops than the forward.
 
-    Which ops run depends on what was gathered before, and on where the step stands. A gather at each use is visible,
-    so that a policy may save its result.
+    Which ops run depends on what was gathered before, and on where the step stands.
     """
-    partition, entry = held_by(module).partition, held_by(module).parameters[name]
-    fetches = spec.group and not partition.gradients_stay_local and entry.gathered_copy is None
-    with nullcontext() if fetches else outside_selective_checkpoints():
+    with outside_selective_checkpoints():
         return _read(module, name, spec, is_kept=is_kept)
 
 
@@ -216,7 +212,7 @@ def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = 
     if entry.gathered_copy is not None:
         partition.refresh(eagerly=True, read=None if is_kept else entry.gathered_copy)
         full, note_gradient = partition.copies.arrived(entry.gathered_copy), partition.note_gradient
-    elif not is_kept and not entry.transforms and (found := partition.step.read(entry)) is not None:
+    elif spec.group and not (is_kept or entry.transforms) and (found := partition.step.read(entry)) is not None:
         return found
     elif spec.group:
         for transform in entry.transforms:

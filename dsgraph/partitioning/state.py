@@ -98,9 +98,12 @@ class PartitionState:
         self.operations, self.reads = (ModelOperations(self.parameter_mesh, (*rows, *slices)) for _ in range(2))
         self.copies = GatheredCopies(self.operations)
         self.step = StepRun(self.operations, is_active=self.zero.gathers_each_use)
+        self._plan_steps()
+        self.reduces_once = self.zero.reduces_once
+
+    def _plan_steps(self) -> None:
         if self.planner is not None:
             self.step.plans.make = partial(self.planner, self)
-        self.reduces_once = self.zero.reduces_once
 
     @property
     def zero(self) -> ZeroStage:
@@ -245,6 +248,7 @@ class PartitionState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._plan_steps()
         self.guard(self)
 
 

@@ -35,7 +35,7 @@ class ModelOperations:
         groups_of_rows: Names of the process groups whose ranks a gather of a parameter needs.
         label: Suffix that distinguishes its parameters from those of other models, for messages: " of model 2".
         updates: Number of steps that optimizers have made on its parameters.
-        settle: Ends what is under way before an operation outside a forward or backward.
+        settle: Finishes running plans before an operation outside a forward or backward.
     """
 
     mesh: DeviceMesh

@@ -1,6 +1,6 @@
 """Gathers that can start at any time, because they depend only on inputs of the graph, and the units that read them.
 
-A unit of a step is atomic: it reads all its parameters at its start, and its gradients are there at its end.
+A unit of a step is atomic: it reads all its parameters at its start, and its gradients exist when it ends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_unit(node: Node) -> bool:
 
 
 def reading_unit(started: Node) -> Node | None:
-    """Return the first unit that reads what a gather brings; None in other graphs."""
+    """Return the first unit that reads the result of a gather; None in other graphs."""
     found: list[Node] = []
     frontier = list(results_of(started))
     while frontier:

@@ -4,7 +4,8 @@ A bucket starts once and pays the latency of one collective, and its members arr
 neighbours while a latency is at least a share of the transfer time of the bucket, including it: small tensors are sent
 together, large ones alone. On NCCL collectives also join while a rank's part of the bucket is below 4 MiB: NCCL divides
 it among its channels, and with too little for each no link reaches its rate, which the cost model does not know. In the
-graph of a step, what one unit reads or computes is sent together: nothing could use a part of it earlier.
+graph of a step, all parameters that one unit reads share a bucket, and so do all gradients that it computes: no part
+could be used earlier.
 
 All numbers here are equal on all ranks: sizes of parameters, links' latencies and rates, and the memory to spare.
 Predicted times of computation are not, and ranks with different buckets would wait for each other for ever.

@@ -74,7 +74,7 @@ def _keep(started: Node, ctx: PassContext) -> None:
 def _of_last_unit(gm: GraphModule, gathers: list[Node]) -> list[Node]:
     """Return the gathers of the last unit of a step's forward, if the backward begins with it.
 
-    Of a unit that reads more than all others, such as a model that is one graph, the last gather is returned.
+    If the unit reads more than every other unit, as in a model that is one graph, only the last gather is returned.
     """
     forwards, backwards = (
         {node.args[0]: found for node in find_calls(gm, target) if (found := _gathered_for(node, gathers))}

@@ -173,6 +173,8 @@ def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: 
     limit, batch = part.step.limit, (model.training, kinds_of((args, kwargs), with_numbers=False))
     if part.root is not model or not part.step.blocks:
         return None
+    if value != limit.value:
+        part.step.drop()
     is_first = limit.begin(value)
     if limit.needs_one_graph:
         return None

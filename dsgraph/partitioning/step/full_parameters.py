@@ -81,7 +81,7 @@ class _Saved:
 
 @dataclass(eq=False)
 class SavedParameters:
-    """Hooks by which autograd saves no full parameter, only which one it was.
+    """Hooks that make autograd save a reference to a full parameter instead of its values.
 
     Attributes:
         shared: Address of a full parameter -> the parameter.

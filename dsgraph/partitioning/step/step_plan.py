@@ -17,6 +17,9 @@ from .step_record import Entries, Key, StepRecord
 MOST_PLANS = 16
 """Number of plans that a model has; the one that was not followed for longest makes room for another."""
 
+MOST_MADE = 64
+"""Number of plans that are made at all; further kinds of steps gather where they read."""
+
 AT_ONCE = 4
 """Number of kinds of steps of a compiled model that are planned when they come first; others when they come again."""
 
@@ -76,7 +79,7 @@ class StepPlans:
     """The plans of a model, which are the same on all ranks.
 
     Attributes:
-        make: Makes a plan of a record; None until something is compiled.
+        make: Makes a plan of a record; None if there is no compiler.
         known: The plans; what was followed last comes last.
         recorded: The record of the last step.
         at_once: Number of kinds of steps that are planned when they come first: none of uncompiled models, whose first
@@ -124,7 +127,8 @@ class StepPlans:
             return None
         self.recorded, signature = record, record.signature
         found = next((plan for plan in self.known if plan.signature == signature), None)
-        if found is None and self.make is not None and (self._made < self.at_once or hash(signature) in self._seen):
+        is_due = len(self._seen) < self.at_once or hash(signature) in self._seen
+        if found is None and self.make is not None and is_due and self._made < MOST_MADE:
             found = self.make(record)
             self._made += 1
             found.number = self._made
@@ -135,7 +139,7 @@ class StepPlans:
     def drop(self) -> None:
         """Drop all plans, which were made for other blocks or for another amount of spare memory."""
         self.known, self._next, self._last, self._seen = [], {}, None, set()
-        self._made, self.recorded = 0, StepRecord()
+        self.recorded = StepRecord()
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""A step graph as a generator, which stops at each unit: what passes decided runs in between, and nothing else."""
+"""A step graph as a generator that stops at each unit; the operations that passes placed run between units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.fx import GraphModule, Node
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import is_gather
+from dsgraph.passes.ir.gathers import is_unit
 from dsgraph.passes.ir.graph import is_view, is_wait
+from dsgraph.utils.errors import PartitionError
 
 Deliver = Callable[[int, Tensor], None]
 Steps = Generator[Any, Any, Any]
@@ -63,7 +65,7 @@ def lower(
         shards: Names of the placeholders that are shards.
     """
     graph = gm.graph
-    units = [node for node in graph.nodes if node.target in (RUN_FORWARD, RUN_BACKWARD)]
+    units = [node for node in graph.nodes if is_unit(node)]
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
     named = {node.name: node for node in graph.nodes}
@@ -103,7 +105,7 @@ def lower(
 
 def _is_of_unit(node: Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, Node) and source.target in (RUN_FORWARD, RUN_BACKWARD)
+    return isinstance(source, Node) and is_unit(source)
 
 
 def _awaits_gather(node: Node) -> bool:
@@ -167,6 +169,8 @@ class Run:
     def enter(self) -> list[Tensor]:
         """Run what comes before the next unit, and return its full parameters."""
         while self._full is None:
+            if self._has_ended:
+                raise PartitionError("a gather or reduction of this step has failed: begin another step")
             self._go_on(None)
         return self._full
 
@@ -200,3 +204,6 @@ class Run:
         except StopIteration as end:
             self._has_ended = True
             self.kept = dict(zip(self.program.kept, end.value or (), strict=False))
+        except BaseException:  # of a collective, or without memory: nothing can follow
+            self._has_ended = True
+            raise

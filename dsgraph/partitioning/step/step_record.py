@@ -143,6 +143,12 @@ class StepRecord:
         calls = [replace(call, trained=tuple(e for e in call.trained if e not in alone)) for call in self.calls]
         return replace(self, calls=calls)
 
+    def timed(self, works: Sequence[tuple[int, int, str]]) -> StepRecord:
+        """Return a record with other work of its calls: operations, moved bytes, dtype."""
+        found = [Work(operations, moved, getattr(torch, dtype.split(".")[1])) for operations, moved, dtype in works]
+        units = [replace(call.unit, work=work) for call, work in zip(self.calls, found, strict=False)]
+        return replace(self, calls=[replace(call, unit=unit) for call, unit in zip(self.calls, units, strict=False)])
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """Its identity among the kinds of steps."""

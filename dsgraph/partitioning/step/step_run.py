@@ -1,12 +1,13 @@
 """The steps of a model: the first of a kind is recorded, later ones run the program of its step graph.
 
-A step is predicted: a forward follows the plan that came after the last one before. If a unit is called that the plan
-does not expect, the rest of the plan is run, so that ranks which follow it do not wait; then each unit gathers its
-parameters by itself and reduces its gradients at once, and the step is recorded.
+A step is predicted: a forward follows the plan that followed the previous step's plan the last time. If a unit is
+called that the plan does not expect, the rest of the plan is run, so that ranks which follow it do not wait; then each
+unit gathers its parameters by itself and reduces its gradients at once, and the step is recorded.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +44,7 @@ class StepRun:
         plans: The plans.
         blocks: The model's repeated blocks.
         limit: The state of a `memory_limit`. Memory that it leaves holds full parameters for the backward.
-        is_compiled: True if compiled graphs of the model are units.
+        compiled_with: The options of the compiled graphs that are units; None without such graphs.
         gathers_ahead: False if the graphs were compiled with `overlap_comm=False`.
         in_step: True while further micro-batches of a step follow, for which a limit leaves memory.
         left: Reasons for which plans were left, the last ones.
@@ -55,7 +56,7 @@ class StepRun:
     plans: StepPlans = field(default_factory=StepPlans)
     blocks: list[Block] = field(default_factory=list)
     limit: BlockLimit = field(default_factory=BlockLimit)
-    is_compiled: bool = False
+    compiled_with: Any = None
     gathers_ahead: bool = True
     in_step: bool = False
     left: list[str] = field(default_factory=list)
@@ -69,7 +70,13 @@ class StepRun:
     _held: dict[ParameterState, tuple[Tensor, tuple[int, int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.operations.settle = self.settle
+        weak = weakref.WeakMethod(self.settle)  # shards refer to their operations, and must not keep the model
+
+        def settle() -> None:
+            if (living := weak()) is not None:
+                living()
+
+        self.operations.settle = settle
 
     @unseen_by_modes
     def run_unit(
@@ -86,7 +93,7 @@ class StepRun:
             others = [value for place, value in enumerate(args) if place not in numbers]
             forward, number = self._enter(unit, entries, others)
             full = forward.run.enter() if forward.run is not None else self._full(entries)
-        given = list(args)
+        given, before = list(args), set(compiled_backwards(args))  # a unit may return a view of its input
         for place, tensor in zip(numbers, self._differentiable(forward, number, entries, full), strict=True):
             given[place] = tensor
         addresses = (tensor.untyped_storage().data_ptr() for tensor in full)
@@ -101,7 +108,7 @@ class StepRun:
         del given, full
         if not recomputes:
             self._end_call(forward, number, outputs, saved.bytes)
-        for node in compiled_backwards(outputs):
+        for node in set(compiled_backwards(outputs)) - before:
             node.register_prehook(partial(self._before_backward, forward, number, entries))
             node.register_hook(partial(self._after_backward, forward, number))
         return outputs
@@ -112,7 +119,8 @@ class StepRun:
         if not self.is_active or running_backward() != _NONE:
             return None
         forward, number = self._enter(UNCOMPILED, (entry,), ())
-        forward.reads.add(number)
+        if number != _NONE:
+            forward.reads.add(number)
         full = forward.run.enter() if forward.run is not None else self._full((entry,))
         (given,) = self._differentiable(forward, number, (entry,), full)
         self._end_call(forward, number, (), 0)
@@ -146,7 +154,7 @@ class StepRun:
         """Note the bytes of a limit that a step leaves on all ranks; plans for another amount are dropped."""
         known, self.limit.spare = self.limit.spare, spare if self.limit.spare is None else min(self.limit.spare, spare)
         if self.limit.spare != known:
-            self._drop()
+            self.drop()
 
     def release_held(self) -> None:
         """Release what was held for micro-batches that do not follow."""
@@ -156,14 +164,18 @@ class StepRun:
         """Remove all blocks, which are about to be defined again."""
         self.blocks = []
         self._forward = Forward()
-        self._drop()
+        self.drop()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Drop the plans, which were made for other blocks, options or limits."""
+        self.settle()
         self.plans.drop()
-        self._held = {}
+        self._held, self._forward.realised, self.limit.staying = {}, None, 0
 
     def _enter(self, unit: StepUnit, entries: Entries, inputs: Sequence[Any]) -> tuple[Forward, int]:
         """Return the forward that a call belongs to, and the call's number in it; -1 if nothing is recorded."""
+        if any(state != state_of(entry) for entry, (_, state) in self._held.items()):
+            self._held = {}
         key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), any(entry in self._held for entry in entries))
         if self._task != _NONE:  # the backward raised an error
             self.settle()
@@ -190,9 +202,6 @@ class StepRun:
         self._note(self._forward)
         if self._forward.realised is not None:
             self.plans.note(self._forward.realised)
-        if any(state != state_of(entry) for entry, (_, state) in self._held.items()):
-            self._held = {}
-            key = (*key[:2], False)
         plan = self.plans.choose(key, self._held)
         if plan is None:
             self._forward = Forward(record=StepRecord(held=frozenset(self._held)))
@@ -389,11 +398,11 @@ class StepRun:
 
     def copy(self, operations: ModelOperations) -> StepRun:
         """Return the steps of a copy of the model."""
-        return StepRun(operations, blocks=self.blocks, limit=self.limit)
+        return StepRun(operations, self.is_active, blocks=self.blocks, limit=self.limit)
 
 
 def _begins_again(record: StepRecord, key: Key) -> bool:
-    """Return True for the first call of another forward: of one without gradients nobody says where it ends."""
+    """Return True for the first call of another forward. The end of a forward without gradients is not known."""
     if torch.is_grad_enabled():
         return bool(record.calls) and not any(call.key[1] for call in record.calls)
     return bool(record.calls) and record.calls[0].key == key

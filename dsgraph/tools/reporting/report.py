@@ -116,7 +116,7 @@ def _objects_of(model: nn.Module, states: list[PartitionState]) -> list[object]:
 
 def _status(states: list[PartitionState], records: list[CompileEntry]) -> str:
     parts = [] if states else ["not partitioned: call dsgraph.partition(model, ...) before torch.compile"]
-    if not records:
+    if all(record.is_step for record in records):
         parts.append("nothing was compiled by dsgraph: the model was not given to torch.compile, or has not run yet")
     else:
         graphs = [record for record in records if not record.is_step]

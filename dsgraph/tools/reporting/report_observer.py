@@ -100,8 +100,7 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         training=request.trains,
         is_step=request.facts.is_step,
         reduces=bool(request.facts.params or request.facts.block_params),
-        reads_held=request.reads_held
-        or any(p.zero.copy_lifetime is CopyLifetime.USE for p in partitions_among(request.inputs)),
+        reads_held=request.reads_held or _reads_held(request.inputs),
         from_cache=outcome.from_cache,
         unidentified=outcome.unidentified,
         passes=outcome.passes,

@@ -52,7 +52,7 @@ class PlanException:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the graph of a step gathers blocks.
+    """The gathers of blocks in the graph of a step.
 
     Attributes:
         gathers_ahead: True if parameters are gathered while units before them compute.
@@ -147,7 +147,7 @@ def _exceptions(state: PartitionState) -> Iterator[PlanException]:
     known = {id(entry) for block in ran for entry in (*block.entries, *block.replicated)}
     others = dict.fromkeys(entry.name for entry in _parameters_inside(state, ran) if id(entry) not in known)
     if others:
-        yield PlanException(listed(others), "gathered by the graphs that read them: tied to another block, or on disk")
+        yield PlanException(listed(others), "gathered by the graphs that read them: on disk, or tied to another block")
 
 
 def _parameters_inside(state: PartitionState, blocks: Sequence[Block]) -> Iterator[ParameterState]:

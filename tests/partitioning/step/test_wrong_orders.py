@@ -22,6 +22,7 @@ from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import collectives, is_gather, is_reduction
 from dsgraph.passes.ir.gathers import is_unit
 from dsgraph.passes.ir.graph import is_wait
+from dsgraph.ranks.agreement import Agreement
 
 pytestmark = pytest.mark.usefixtures("fake_ranks")
 
@@ -42,7 +43,8 @@ def _planning(draw: random.Random) -> StepPlanning:
     for number in reversed(range(len(order))):
         record.backward.append(number)
         record.calls[number].trained = tuple(groups[order[number]])
-    return StepPlanning.of(state, BackendOptions(), record, number=1)
+    agreement = Agreement.over(state.parameter_mesh)
+    return StepPlanning.of(state, BackendOptions(), record, number=1, agreement=agreement)
 
 
 def _waits(graph: Graph, is_kind: Callable[[Node], bool]) -> list[Node]:
@@ -50,7 +52,7 @@ def _waits(graph: Graph, is_kind: Callable[[Node], bool]) -> list[Node]:
 
 
 def _drop_wait(graph: Graph, draw: random.Random) -> bool:
-    """What is read has not arrived."""
+    """Drop the wait before a read."""
     wait = draw.choice(_waits(graph, lambda node: is_gather(node) or is_reduction(node)) or [None])
     if wait is not None:
         wait.replace_all_uses_with(wait.args[0])
@@ -59,7 +61,7 @@ def _drop_wait(graph: Graph, draw: random.Random) -> bool:
 
 
 def _gather_late(graph: Graph, draw: random.Random) -> bool:
-    """A gather starts, and is waited for, after the unit that reads it."""
+    """Wait for a gather after the unit that reads it."""
     wait = draw.choice(_waits(graph, is_gather) or [None])
     units = [user for user in wait.users if is_unit(user)] if wait is not None else []
     for unit in units[:1]:
@@ -68,7 +70,7 @@ def _gather_late(graph: Graph, draw: random.Random) -> bool:
 
 
 def _free_early(graph: Graph, draw: random.Random) -> bool:
-    """A full parameter that the backward takes is not kept, or is read by nobody."""
+    """Do not keep a full parameter or a shard that the backward takes."""
     (output,) = graph.find_nodes(op="output")
     kept = [node for node in output.args[0] if isinstance(node, Node) and (is_wait(node) or node.op == "placeholder")]
     if not kept:
@@ -79,7 +81,7 @@ def _free_early(graph: Graph, draw: random.Random) -> bool:
 
 
 def _reduce_twice(graph: Graph, draw: random.Random) -> bool:
-    """What was reduced is reduced once more."""
+    """Reduce a gradient once more."""
     started = draw.choice([node for node in collectives(graph.owning_module) if is_reduction(node)] or [None])
     if started is None:
         return False
