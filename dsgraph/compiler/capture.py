@@ -84,7 +84,7 @@ def _block_params(
     roles: Mapping[int, GraphInput],
     known: Iterable[tuple[ParameterState, dict[str, Any]]],
 ) -> dict[int, ParameterSpec]:
-    """Return the parameters of the running block among the inputs."""
+    """Return the parameters among the inputs that the graph of the step gathers."""
     reads = {id(tensor): (entry, tier) for entry, tier in known for tensor in entry.stand_ins}
     found = {}
     for number, value in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""Full parameters and gradients of repeated blocks that exist around their graphs, by the plan of the blocks."""
+"""Full parameters and gradients of repeated blocks that exist around their graphs in a step."""
 
 from __future__ import annotations
 

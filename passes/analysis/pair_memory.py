@@ -41,7 +41,7 @@ class PairMemory:
         buffers: For each graph, the peak bytes of buffers for parameters on disk and their gradients.
         stores: Moments of the backward, by input of the forward, when gradients of parameters on disk are stored.
         random_states: The states of random number generators among `saved`.
-        block_inputs: Inputs of the forward that are full parameters of a repeated block, which its plan gathers.
+        block_inputs: Inputs of the forward that are full parameters, which the graph of the step gathers.
     """
 
     forward: GraphMemory

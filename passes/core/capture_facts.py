@@ -29,8 +29,8 @@ class CaptureFacts:
         axes: The mesh axes of its parameters.
         params: Input number of the captured graph -> parameter.
         roles: Input number of the captured graph -> its role.
-        block_params: Input number of the captured graph -> parameter, for full parameters of a repeated block: its plan
-            gathers them before the graph runs, and reduces their gradients afterwards.
+        block_params: Input number of the captured graph -> parameter, for full parameters of a unit: the graph of the
+            step gathers them before the graph runs, and reduces their gradients afterwards.
         costs: The cost model; None for the defaults of the device.
         memory_limit: See `MemoryBudget.limit`.
         keep_bytes: See `MemoryBudget.to_keep`.

@@ -103,7 +103,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         known = super().uuid()
         stage = self._facts.stage
         if self._facts.keeps_limit and (self._agree is not alone or (stage is not None and stage.is_block)):
-            return None  # what other ranks need is in no key, and a cache does not know what a plan of blocks leaves
+            return None  # what other ranks need is in no key, and a cache does not know what a block leaves
         if known is None or self._split is min_cut_rematerialization_partition:
             return known
         # The contents of a closure or an object cannot be hashed reliably.

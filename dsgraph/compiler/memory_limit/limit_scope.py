@@ -250,7 +250,7 @@ def is_limited_block(facts: CaptureFacts) -> bool:
 
 
 def is_counted_around(request: CompileRequest) -> bool:
-    """Return True for a graph around blocks whose memory the plans of the blocks count."""
+    """Return True for a graph around blocks whose memory is counted with the blocks."""
     states = partition_states(request.module) if request.module is not None else []
     return request.capture.is_around_blocks and any(state.step.limit.is_kept for state in states)
 

@@ -129,6 +129,8 @@ def plan_of(states: Sequence[PartitionState]) -> Plan | None:
 
 def _exceptions(state: PartitionState) -> Iterator[PlanException]:
     ran = state.step.ran()
+    if state.step.left:
+        yield PlanException("some steps", f"left the graph of the step: {listed(dict.fromkeys(state.step.left))}")
     idle = [block.name for block in state.step.blocks if block not in ran]
     if idle:
         yield PlanException(

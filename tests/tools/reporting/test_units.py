@@ -37,11 +37,13 @@ class Body(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(64, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-        self.checkpointed = checkpointed
+        self.checkpointed, self.skipped = checkpointed, set[int]()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
+            if number in self.skipped:
+                continue
             x = checkpoint(layer, x, use_reentrant=False) if number in self.checkpointed else layer(x)
         return x
 
@@ -102,6 +104,16 @@ def test_the_plan_says_what_it_leaves_out_and_why(fake_ranks):
     assert idle.what == "body.layers.1" and "in the graph of their caller" in idle.reason
     assert hooked.what == "body.layers.0.up.bias" and "hook" in hooked.reason
     assert "of overlap_comm=False" in " ".join(str(report).split())
+
+
+def test_steps_that_leave_the_graph_of_the_step_are_told(fake_ranks):
+    model = dsgraph.partition(Model(), stage=3, keep_whole_below=WIDTH + 1)
+    compiled = torch.compile(model, backend="dsgraph", options=OPTIONS)
+    for skipped in (set(), set(), {1}):
+        model.body.skipped = skipped
+        compiled(torch.zeros(2, 8, dtype=torch.long)).backward()
+    (found,) = [item for item in dsgraph.report(model).plan.exceptions if item.what == "some steps"]
+    assert "left the graph of the step: call 2 was not" in found.reason
 
 
 def test_the_memory_of_a_step_counts_all_parameters_once(fake_ranks):
