@@ -64,7 +64,16 @@ def build_pipeline(options: BackendOptions, facts: CaptureFacts, *, bound: Pipel
     passes += [item for item in on_disk if item.name not in named]
     if facts.offload_tier is not None:  # the plan of the memory limit names the values that move
         passes = [replace(item, tier=None) if isinstance(item, OffloadActivations) else item for item in passes]
+    if facts.is_step and facts.keeps_limit:
+        passes = list(map(_as_counted, passes))
     return Pipeline(item for item in passes if item.applies(facts))
+
+
+def _as_counted(item: GraphPass) -> GraphPass:
+    """Return a pass that keeps no more in flight than the plans of blocks under a limit count."""
+    if isinstance(item, PrefetchForwardGathers):
+        return replace(item, ahead_bytes=0)
+    return replace(item, in_flight_bytes=0) if isinstance(item, DelayReductionWaits) else item
 
 
 def default_pipeline() -> Pipeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,15 +20,13 @@ from dsgraph.partitioning.step.step_graph import JointStep, joint_graph
 from dsgraph.partitioning.step.step_plan import AT_ONCE, StepPlan
 from dsgraph.partitioning.step.step_program import lower
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
-from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Pipeline, Runner
+from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
 from dsgraph.passes.analysis.sizes import tensor_bytes
 from dsgraph.passes.compat import compiled_when_run
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.graph import is_wait
 from dsgraph.passes.ir.save_plan import Choice, must
 from dsgraph.passes.memory.split_as_planned import split_as_planned
-from dsgraph.passes.overlap.delay_reduction_waits import DelayReductionWaits
-from dsgraph.passes.overlap.prefetch_gathers import PrefetchForwardGathers
 from dsgraph.ranks.agreement import Agreement, Agreements
 from dsgraph.utils.json_records import from_json_text, to_json_text
 
@@ -115,6 +113,7 @@ class StepPlanning:
             costs=costs,
             device_type=mesh.device_type,
             keep_bytes=state.step.limit.spare,
+            keeps_limit=state.step.limit.is_kept,
             is_step=True,
         )
         code = plain_class(state.root).forward.__code__
@@ -122,7 +121,7 @@ class StepPlanning:
         request = CompileRequest(
             number=number,
             options=options,
-            pipeline=_within_limit(build_pipeline(options, facts), state),
+            pipeline=build_pipeline(options, facts),
             mode=None,
             capture=Capture(function),
             module=state.root,
@@ -216,15 +215,6 @@ def _exchanged(agreement: Agreement, state: PartitionState, record: StepRecord) 
     own = _OfRank(hooked, tuple((work.operations, work.moved, str(work.dtype)) for work in works))
     said = agreement.exchange("what differs between them", to_json_text(own))
     return [from_json_text(_OfRank, said[rank]) for rank in sorted(said)]
-
-
-def _within_limit(pipeline: Pipeline, state: PartitionState) -> Pipeline:
-    """Return the passes of a step; under a limit that blocks keep, only what was counted is in flight."""
-    if not state.step.limit.is_kept:
-        return pipeline
-    ahead, in_flight = PrefetchForwardGathers, DelayReductionWaits
-    passes = [replace(item, ahead_bytes=0) if isinstance(item, ahead) else item for item in pipeline]
-    return Pipeline(replace(item, in_flight_bytes=0) if isinstance(item, in_flight) else item for item in passes)
 
 
 def _split(gm: GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
