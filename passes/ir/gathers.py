@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 
@@ -61,11 +61,19 @@ def is_unit(node: Node) -> bool:
     return node.target in (RUN_FORWARD, RUN_BACKWARD)
 
 
+def has_units(graph: Graph) -> bool:
+    """Return True for the graph of a step."""
+    return any(graph.find_nodes(op="call_function", target=target) for target in (RUN_FORWARD, RUN_BACKWARD))
+
+
 def reading_unit(started: Node) -> Node | None:
     """Return the first unit that reads the result of a gather; None in other graphs."""
-    found: list[Node] = []
-    frontier = list(results_of(started))
+    found, seen, frontier = list[Node](), set[Node](), results_of(started) if has_units(started.graph) else []
     while frontier:
         for user in frontier.pop().users:
-            (found if is_unit(user) else frontier).append(user)
+            if is_unit(user):
+                found.append(user)
+            elif user not in seen:
+                seen.add(user)
+                frontier.append(user)
     return min(found, default=None)

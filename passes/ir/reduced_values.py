@@ -6,7 +6,7 @@ from torch.fx import Node
 
 from .coalesced import inputs_of, results_of, waits_of
 from .collectives import is_collective
-from .gathers import is_unit
+from .gathers import has_units, is_unit
 from .graph import is_barrier
 from .transfers import is_stored_gradient
 
@@ -38,9 +38,14 @@ def made_of(started: Node) -> list[Node] | str:
 
 def computing_unit(started: Node) -> Node | None:
     """Return the last unit that computes what a reduction sends; None in other graphs."""
-    found: list[Node] = []
-    frontier = [source for result in results_of(started) for source in inputs_of(result)]
+    found, seen, frontier = list[Node](), set[Node](), list[Node]()
+    if has_units(started.graph):
+        frontier = [source for result in results_of(started) for source in inputs_of(result)]
     while frontier:
         node = frontier.pop()
-        (found if is_unit(node) else frontier).extend([node] if is_unit(node) else node.all_input_nodes)
+        if is_unit(node):
+            found.append(node)
+        elif node not in seen:
+            seen.add(node)
+            frontier += node.all_input_nodes
     return max(found, default=None)

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from dsgraph.inductor_ext.units import RUN_BACKWARD
 from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.compat import OpOverload
 from dsgraph.passes.core.context import PassContext, Phase
@@ -20,7 +19,7 @@ from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described, parameter_of
 from dsgraph.passes.ir.coalesced import waits_of
 from dsgraph.passes.ir.collectives import collective_group, collectives, is_collective, is_gather
-from dsgraph.passes.ir.gathers import Gather, gathered_parameters, is_unit, kinds_in, reading_unit
+from dsgraph.passes.ir.gathers import Gather, gathered_parameters, has_units, is_unit, kinds_in, reading_unit
 from dsgraph.passes.ir.graph import KEPT, barrier_between, fake_value, is_view, is_wait, placeholders
 
 
@@ -199,7 +198,7 @@ def _is_read_before(value: Node, place: Node) -> bool:
 
 def _takes_long(node: Node) -> bool:
     """Return whether the node computes long enough to hide a transfer; next to a unit no other node does."""
-    if node.graph.find_nodes(op="call_function", target=RUN_BACKWARD):
+    if has_units(node.graph):
         return is_unit(node)
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
         return False
