@@ -95,7 +95,7 @@ class StepPlanning:
             options: The options with which its graphs were compiled.
             record: The step.
             number: Number among the compiles of this process.
-            agreement: Of the model's ranks.
+            agreement: The agreement of the model's ranks.
         """
         mesh = state.parameter_mesh
         known = known_costs(agreement, mesh.device_type)
@@ -125,9 +125,8 @@ class StepPlanning:
             mode=None,
             capture=Capture(function),
             module=state.root,
-            inputs=(
-                torch.empty(0, requires_grad=bool(record.backward)),
-            ),  # no parameter, whose owners a log would keep
+            # No parameter, because a log would keep its owners.
+            inputs=(torch.empty(0, requires_grad=bool(record.backward)),),
             facts=facts,
             costs=known.describe(mesh, state.axes),
             agreement=agreement,

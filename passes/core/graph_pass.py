@@ -49,7 +49,8 @@ class GraphPass(ABC):
         changes_collectives: True if it may add, remove or change collectives and markers.
         keeps_gathers: True if it may keep a gathered parameter for the backward, which would otherwise gather it again.
         graph: "unit" for a pass of computation, which runs on each captured graph; "step" for a pass of gathers and
-            reductions, which runs on the graph of a step, and on a captured graph that has its own.
+            reductions, which runs on the graph of a step, and on a captured graph that has its own. The
+            graph of a step has no phase "capture".
     """
 
     phase: ClassVar[Phase]

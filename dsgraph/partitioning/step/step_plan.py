@@ -148,7 +148,7 @@ class Forward:
 
     Attributes:
         plan: The plan that it began with.
-        run: What is left of the plan's forward; None when it has ended, or was left.
+        run: The run of the plan's forward; None if it has ended or was abandoned.
         follows: True if all calls so far are those of the plan.
         record: The record; None if it follows a plan.
         kept: Full parameters that stay for the backward, by name.

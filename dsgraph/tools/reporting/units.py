@@ -149,7 +149,7 @@ def _exceptions(state: PartitionState) -> Iterator[PlanException]:
     known = {id(entry) for block in ran for entry in (*block.entries, *block.replicated)}
     others = dict.fromkeys(entry.name for entry in _parameters_inside(state, ran) if id(entry) not in known)
     if others:
-        yield PlanException(listed(others), "gathered by the graphs that read them: on disk, or tied to another block")
+        yield PlanException(listed(others), "gathered by the graphs that read them: on disk")
 
 
 def _parameters_inside(state: PartitionState, blocks: Sequence[Block]) -> Iterator[ParameterState]:
