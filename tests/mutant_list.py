@@ -345,7 +345,7 @@ SHARDING = (
     ),
     Mutant(
         *("heads-of-one-rank-alone", "dsgraph/partitioning/accumulation/accumulated_gradients.py", "missing step"),
-        *("reduce_accumulated", "if not is_used", "if taken[entry] is None"),
+        *("reduce_accumulated", "if is_used", "if own is not None"),
         killers=("tests/distributed/test_compiled_runs.py::test_ranks_train_different_heads_at_stages_0_and_1",),
     ),
     Mutant(
@@ -359,8 +359,8 @@ SHARDING = (
         killers=("tests/passes/ir/test_parameters.py",),
     ),
     Mutant(
-        *("gradient-sent-nowhere", "dsgraph/partitioning/seam.py", "unsummed gradient"),
-        *("_read.reduce", "entry.reduce(grad, shard.detach(", "grad.narrow(0, 0, len(shard"),
+        *("gradient-sent-nowhere", f"{_STEP}/step_run.py", "unsummed gradient"),
+        *("StepRun._reduce", "if rest:", "if False:"),
         killers=("tests/distributed/test_stages.py", "tests/distributed/test_modules.py"),
     ),
 )
@@ -416,7 +416,7 @@ STEP = (
     ),
     Mutant(
         *("stale-after-a-write", "dsgraph/partitioning/parameter.py", "stale gathered copy"),
-        *("ParameterState.observe", "or version_of(param) != self._gathered_version", ""),
+        *("ParameterState.observe", "self.version != self.noted_version", "self.noted_version is None"),
         killers=("tests/distributed/test_copies.py",),
     ),
     Mutant(
@@ -792,7 +792,7 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("gradients-of-one-rank-share-memory", f"{_STEP}/reductions.py", "missing check"),
-        *("_start_of_one_rank", "finish().clone()", "finish()"),
+        *("_own", "finish().clone()", "finish()"),
         killers=(f"{_STEP_TESTS}/test_reductions.py",),
     ),
     Mutant(
@@ -807,12 +807,12 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("update-before-the-backward-unseen", f"{_STEP}/full_parameters.py", "missing check"),
-        *("SavedParameters.unpack", "saved.state != state_of(saved.entry)", "False"),
+        *("SavedParameters.unpack", "saved.version != saved.entry.version", "False"),
         killers=(f"{_STEP_TESTS}/test_step_run.py",),
     ),
     Mutant(
-        *("fused-update-before-the-backward-unseen", f"{_STEP}/full_parameters.py", "missing check"),
-        *("state_of", ", entry.updates", ""),
+        *("fused-update-before-the-backward-unseen", "dsgraph/partitioning/parameter.py", "missing check"),
+        *("ParameterState.version", ", self.updates", ""),
         killers=(f"{_STEP_TESTS}/test_step_run.py",),
     ),
     Mutant(
@@ -857,7 +857,7 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("held-copy-outlives-an-update", f"{_STEP}/step_run.py", "stale gathered copy"),
-        *("StepRun._enter", "state != state_of(entry)", "False"),
+        *("StepRun._enter", "version != entry.version", "False"),
         killers=(f"{_STEP_TESTS}/test_step_memory.py",),
     ),
     Mutant(

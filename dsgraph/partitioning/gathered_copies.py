@@ -1,4 +1,4 @@
-"""Gathered copies of sharded parameters: their memory, and how they are fetched."""
+"""Full parameters outside graphs: gathered copies that stay, and what is gathered where it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsgraph.compat.autograd import keeping_version
-from dsgraph.compat.dynamo import keep_static
 from dsgraph.inductor_ext import (
     Ranks,
     c10d_functional,
@@ -125,8 +124,41 @@ def new_copy(entry: ParameterState) -> Tensor:
     gathered_copy = torch.empty((chunk_rows(rows, world) * world, *rest), dtype=dtype, device=shard.device)
     gathered_copy[rows:].zero_()
     gathered_copy.resize_(spec.shape)  # which leaves the memory as it is
-    keep_static(gathered_copy)
     return gathered_copy
+
+
+def gather_now(
+    entries: Sequence[ParameterState], operations: ModelOperations, *, outside: bool | None = False
+) -> dict[ParameterState, Tensor]:
+    """Return full parameters: those that have no gathered copy are gathered together; of one rank they are its shards.
+
+    Args:
+        entries: The parameters, in the same order on all ranks.
+        operations: Those of their model.
+        outside: See `ModelOperations.gathering`.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        missing = [entry for entry in entries if entry.spec.group and entry.gathered_copy is None]
+        for entry in missing:
+            for transform in entry.transforms:
+                transform.before_eager_gather()
+        found = {entry: _known(entry) for entry in entries}
+        if missing:
+            with operations.gathering(named("parameter", missing), outside=outside):
+                copies = {entry: new_copy(entry) for entry in missing if Ranks.of(entry.spec.group).size > 1}
+                start_gathers(tuple(copies.items()))
+                found |= {entry: c10d_functional.wait_tensor(each) for entry, each in copies.items()}
+    return found
+
+
+def _known(entry: ParameterState) -> Tensor:
+    dtype, _ = entry.spec.dtypes(entry.param.dtype)
+    return entry.rows.to(dtype) if entry.gathered_copy is None else entry.gathered_copy
+
+
+def named(what: str, entries: Sequence[ParameterState]) -> str:
+    """Return the name of a parameter, or of the first of several: "parameter 'a' and 2 more"."""
+    return f"{what} {entries[0].name!r}" + (f" and {len(entries) - 1} more" if len(entries) > 1 else "")
 
 
 def start_gathers(pairs: Sequence[tuple[ParameterState, Tensor]]) -> None:

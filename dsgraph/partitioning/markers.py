@@ -1,17 +1,16 @@
-"""The gather marker of a parameter, and the reduction of its gradient outside compiled graphs.
+"""The gather marker of a parameter.
 
-A `ParameterSpec` defines both; equal layers share one class and one graph, because nothing here depends on a name.
+A `ParameterSpec` defines it; equal layers share one class and one graph, because nothing here depends on a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext import start_reduction
 from dsgraph.passes import ParameterSpec
 
 from .transforms.parameter_transform import ParameterTransform
@@ -68,15 +67,3 @@ def reduction_options(spec: ParameterSpec, master: torch.dtype) -> dict[str, Any
 def cast_leaf(spec: ParameterSpec, leaf: Tensor) -> Tensor:
     """Return a full parameter whose gradient stays on this rank, in the dtype that the forward sees."""
     return leaf if spec.param_dtype is None else leaf.to(spec.param_dtype)
-
-
-def reduce_gradient(spec: ParameterSpec, grad: Tensor, shard: Tensor) -> Tensor:
-    """Return this rank's part of the averaged gradient. `grad`: `[*shape]`; result: like `shard`."""
-    if torch.is_grad_enabled() and grad.requires_grad:  # for second derivatives, which the op refuses
-        return torch.ops.dsgraph.reduce_grad(grad, shard.shape, **reduction_options(spec, shard.dtype))
-    return start_reducing_gradient(spec, grad, shard)()
-
-
-def start_reducing_gradient(spec: ParameterSpec, grad: Tensor, shard: Tensor) -> Callable[[], Tensor]:
-    """Start the reduction of `reduce_gradient`; the returned function waits for it."""
-    return start_reduction(grad, shard.shape, **reduction_options(spec, shard.dtype))

@@ -18,11 +18,11 @@ from dsgraph.passes import ParameterSpec
 from dsgraph.utils.errors import PartitionError
 
 from .accumulation.gradient_placeholder import GradientPlaceholder
-from .markers import reduce_gradient, reduction_options
 from .stages import ZeroStage
 from .transforms.parameter_transform import ParameterTransform
 
 TransformT = TypeVar("TransformT", bound=ParameterTransform)
+Version = tuple[int, int, int]
 
 
 def not_taken_in(name: str) -> str:
@@ -71,7 +71,8 @@ class ParameterState:
         placeholder: Placeholder in the parameter's `.grad` while there is a sum.
         hooked_param: id of the parameter that reports its gradients.
         eager_reads: Number of times that it was read outside compiled graphs.
-        noted_version: Of a replicated parameter, when its values were last known to be equal on all ranks; -1: unknown.
+        noted_version: Its `version` when its copy was gathered or, of a replicated parameter, when its values were last
+            known to be equal on all ranks; None: unknown.
     """
 
     spec: ParameterSpec
@@ -94,9 +95,7 @@ class ParameterState:
     placeholder: GradientPlaceholder | None = None
     hooked_param: int = 0
     eager_reads: int = 0
-    noted_version: int = -1
-    _gathered_from: Any = None
-    _gathered_version: int = -1
+    noted_version: Version | None = None
 
     def register(self, transform: ParameterTransform) -> None:
         """Add a transform, in the place of one of its kind.
@@ -185,12 +184,6 @@ class ParameterState:
             raise PartitionError(not_taken_in(self.name))
         return self.param.to_local().detach()
 
-    def reduce(self, grad: Tensor, shard: Tensor) -> Tensor:
-        """Return this rank's part of the reduced gradient, outside compiled graphs."""
-        if self.reducer is None:
-            return reduce_gradient(self.spec, grad, shard)
-        return self.reducer.reduce(grad, shard, **reduction_options(self.spec, shard.dtype))
-
     def bytes_of_rank(self, dtype: torch.dtype) -> int:
         """Return the bytes of one rank's rows of a sharded parameter in `dtype`, padded to the largest shard."""
         rows, *rest = self.spec.shape
@@ -221,7 +214,7 @@ class ParameterState:
             "placeholder": None,
             "reducer": None,
         }
-        noted = {"hooked_param": 0, "noted_version": -1}
+        noted = {"hooked_param": 0, "noted_version": None}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
         copies = {"gathered_copy": gathered_copy, "stand_ins": tuple(map(_kind_of, self.stand_ins))}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}
@@ -234,15 +227,19 @@ class ParameterState:
 
     def observe(self) -> Freshness:
         """Return how fresh the gathered copy is compared with the current shard."""
-        param = self.param
-        if param is not self._gathered_from or version_of(param) != self._gathered_version:
+        if self.version != self.noted_version:
             self.freshness = Freshness.STALE
         return self.freshness
+
+    @property
+    def version(self) -> Version:
+        """Numbers that change when it is replaced, written to or updated by a fused optimizer."""
+        return id(self.param), version_of(self.param), self.updates
 
     def note_version(self) -> None:
         """Note that the present values of a replicated parameter are equal on all ranks."""
         if self.is_replicated:
-            self.noted_version = version_of(self.param)
+            self.noted_version = self.version
 
     @property
     def is_replicated(self) -> bool:
@@ -252,13 +249,11 @@ class ParameterState:
     @property
     def is_written(self) -> bool:
         """True if anything was written to a replicated parameter since `note_version`."""
-        return self.is_replicated and self.noted_version not in (-1, version_of(self.param))
+        return self.is_replicated and self.noted_version not in (None, self.version)
 
     def mark_gathered(self, freshness: Freshness) -> None:
         """Note which state of the shard the gathered copy was gathered from."""
-        self._gathered_from = self.param
-        self._gathered_version = version_of(self.param)
-        self.freshness = freshness
+        self.noted_version, self.freshness = self.version, freshness
 
 
 def _kind_of(stand_in: Tensor) -> tuple[torch.dtype, torch.device, bool]:

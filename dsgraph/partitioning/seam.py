@@ -7,7 +7,7 @@ collectives, so that a partitioned model is correct wherever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dsgraph.compat.autograd import (
-    LOSES_GRAPH_OF_GRADIENTS,
     in_transform,
     outside_selective_checkpoints,
     outside_transforms,
@@ -27,7 +26,6 @@ from dsgraph.compat.dynamo import (
     only_inlined,
     return_to_control_flow,
 )
-from dsgraph.inductor_ext.collectives.gather_param import SECOND_DERIVATIVES
 from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
@@ -39,6 +37,7 @@ from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
 from .eager.source import Source
+from .gathered_copies import gather_now
 from .markers import cast_leaf, gather_marker, marker_inputs, marker_options
 from .parameter import ParameterState
 from .stages import ZeroStage
@@ -197,57 +196,20 @@ def _read_unseen(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: 
 def _read(module: nn.Module, name: str, spec: ParameterSpec, *, is_kept: bool = False) -> Tensor:
     """Return a full parameter. With `is_kept`, several backwards may go through it, and it may be written to."""
     param: Any = module._parameters[name]
-    partition, entry, shard = held_by(module).partition, held_by(module).parameters[name], param.to_local()
+    partition, entry = held_by(module).partition, held_by(module).parameters[name]
     if partition.gradients_stay_local:
         assert entry.leaf is not None
         if entry.leaf.requires_grad == param.requires_grad:
             partition.refresh(eagerly=True)
             return cast_leaf(spec, *read_leaves([partition.copies.arrived(entry.leaf)]))
 
-    def reduce(grad: Tensor) -> Tensor:
-        with partition.operations.reducing(f"the gradient of {entry.name!r}"):
-            return entry.reduce(grad, shard.detach())
-
-    note_gradient = None
     if entry.gathered_copy is not None:
         partition.refresh(eagerly=True, read=None if is_kept else entry.gathered_copy)
-        full, note_gradient = partition.copies.arrived(entry.gathered_copy), partition.note_gradient
-    elif spec.group and not (is_kept or entry.transforms) and (found := partition.step.read(entry)) is not None:
-        return found
-    elif spec.group:
-        for transform in entry.transforms:
-            transform.before_eager_gather()
-        with partition.operations.gathering(f"parameter {entry.name!r}"), torch.no_grad():
-            full = gather_marker(spec, shard, None, spec.shape)
-    else:
-        full = shard.detach().to(spec.dtypes(shard.dtype)[0])
-    return _HandOut.apply(shard, full, reduce, note_gradient, is_kept)
-
-
-class _HandOut(torch.autograd.Function):
-    """An autograd function that returns a full tensor in place of its shard; the gradient goes back to the shard.
-
-    It spares eager mode the copy that `gather_param` must make of a tensor that is there already.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        shard: Tensor,
-        full: Tensor,
-        reduce: Callable[[Tensor], Tensor],
-        note_gradient: Callable[[], None] | None,
-        is_kept: bool,
-    ) -> Tensor:
-        ctx.reduce = reduce
-        ctx.note_gradient = note_gradient
-        # Autograd refuses writes to a view. What is kept may be written to, by its `Source`.
-        return full.detach() if is_kept else full.view_as(full)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if LOSES_GRAPH_OF_GRADIENTS and grad.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(SECOND_DERIVATIVES)
-        if ctx.note_gradient is not None:
-            ctx.note_gradient()
-        return ctx.reduce(grad), None, None, None, None
+        partition.copies.arrived(entry.gathered_copy)
+    if not (is_kept or entry.transforms):
+        others = (other for other in held_by(module).parameters.values() if other is not entry)
+        beside = tuple(other for other in others if other.is_replicated and not other.transforms)
+        if (found := partition.step.read(entry, beside)) is not None:
+            return found
+    full = gather_now((entry,), partition.operations, outside=None)[entry]
+    return partition.step.hand_out(entry, full, is_kept=is_kept)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 
 from dsgraph.compat.autograd import at_end_of_backward
+from dsgraph.compat.dynamo import keep_static
 from dsgraph.passes import AxisRole, MeshAxis, ParameterSpec
 from dsgraph.ranks.crossed_mesh import crossed_mesh
 from dsgraph.ranks.mesh import axis_group
@@ -97,11 +98,12 @@ class PartitionState:
         slices = [] if tensor is None else [axis_group(tensor, 0).group_name]
         self.operations, self.reads = (ModelOperations(self.parameter_mesh, (*rows, *slices)) for _ in range(2))
         self.copies = GatheredCopies(self.operations)
-        self.step = StepRun(self.operations, is_active=self.zero.gathers_each_use)
+        self.step = StepRun(self.operations, self.parameters)
         self._plan_steps()
         self.reduces_once = self.zero.reduces_once
 
     def _plan_steps(self) -> None:
+        self.step.note_gradient = self.note_gradient
         if self.planner is not None:
             self.step.plans.make = partial(self.planner, self)
 
@@ -179,6 +181,7 @@ class PartitionState:
 
     def _add_copy(self, entry: ParameterState) -> None:
         entry.gathered_copy = new_copy(entry)
+        keep_static(entry.gathered_copy)
         entry.gathered_copy.dsgraph_partition = self  # type: ignore[attr-defined]  # a graph that reads it refreshes it
         entry.freshness = Freshness.STALE
 
@@ -230,10 +233,7 @@ class PartitionState:
         self.step.release_held()
         for entry in self.parameters:
             entry.updates += id(entry.param) in stepped
-        for entry in self.copied():
-            if id(entry.param) in stepped:
-                entry.freshness = Freshness.STALE
-        if self.zero.gathers_each_use and any(entry.freshness is Freshness.STALE for entry in self.copied()):
+        if self.zero.gathers_each_use and any(entry.observe() is Freshness.STALE for entry in self.copied()):
             self.awaiting_last_backward = False  # each micro-batch was inside `accumulate`
             self.release_copies()
 

@@ -57,12 +57,18 @@ def start_reduce_scatters(wholes: Sequence[Tensor], ranks: Ranks) -> list[UnderW
         wholes: `[ranks.size * rows, ...]` each, of one dtype.
         ranks: The ranks that sum them.
     """
+    if ranks.size == 1:
+        return [UnderWay(partial(_same, whole)) for whole in wholes]
     device = wholes[0].device
     if backend_name(resolve_group(ranks.group), device.type) not in COALESCING_BACKENDS:
         start = REDUCE_SCATTERS[usual_reduce_scatter(ranks, device)]
         return [start(whole, ranks) for whole in wholes]
     sums = c10d_functional.reduce_scatter_tensor_coalesced(list(wholes), "sum", ranks.size, ranks.group)
     return [UnderWay(partial(c10d_functional.wait_tensor, each)) for each in sums]
+
+
+def _same(whole: Tensor) -> Tensor:
+    return whole
 
 
 def start_reducing_together(
@@ -81,7 +87,7 @@ def start_reducing_together(
         shard_shapes: Shapes of the results.
         dtypes: Dtypes of the results.
         reduce_dtype: Dtype of the sums over ranks.
-        ranks: The ranks over which rows are sharded, more than one.
+        ranks: The ranks over which rows are sharded; a result of a single one may be the gradient itself.
         outer: Further groups over which results are summed.
     """
     started = start_reduce_scatters([padded(grad.to(reduce_dtype), ranks) for grad in grads], ranks)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DeviceMesh
 from dsgraph.partitioning.accumulation.accumulated_gradients import reduce_accumulated
 from dsgraph.partitioning.accumulation.reduce_accumulated import IN_FLIGHT_BYTES
 from dsgraph.partitioning.arguments import check_arguments
+from dsgraph.partitioning.gathered_copies import gather_now
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
@@ -114,21 +115,14 @@ class ShardedStages:
 
     def begin(self) -> None:
         """Gather the full parameters. All ranks of the mesh call it together."""
-        if self.state.zero.gathers_each_use:
-            for entry in self._full:
-                entry.is_held_for_step = bool(entry.spec.group)
-                for transform in entry.transforms:
-                    transform.before_eager_gather()
-            self.state.hold_copies()
         self.state.refresh(eagerly=True)
         self.state.copies.finish()
+        gathered = gather_now(tuple(self._full), self.state.operations)
         for entry, full in self._full.items():
-            gathered = (entry.rows if entry.gathered_copy is None else entry.gathered_copy).detach().to(full.dtype)
+            value = gathered.pop(entry).detach()
             for transform in entry.transforms:
-                gathered = transform.after_gather(gathered)
-            full.data = gathered
-            if self.state.zero.gathers_each_use:
-                entry.gathered_copy = None  # freed now if a transform has made another tensor of it
+                value = transform.after_gather(value)
+            full.data = value.to(full.dtype)
 
     def add_gradient(self, full: Tensor) -> None:
         """Move the gradient of a full parameter, if any, to its accumulated gradient."""
@@ -175,7 +169,7 @@ class ShardedStages:
         replicated = sum(size for entry, size in trained if not entry.spec.group)
         split = [size for entry, size in trained if entry.spec.group]
         travelling = min(sum(split), IN_FLIGHT_BYTES + max(split, default=0))
-        # `reduce_replicated` makes four copies: concatenated gradients, their sum in two dtypes, and its parts.
+        # Replicated parameters take four copies: concatenated gradients, their sum in two dtypes, and its parts.
         return 4 * replicated + 2 * travelling + sum(entry.rows.nbytes for entry, _ in trained if entry.spec.group)
 
     def _trained(self) -> Iterator[tuple[ParameterState, int]]:
@@ -196,7 +190,6 @@ class ShardedStages:
         """Release the full parameters at stage 3, which has none between steps."""
         if not self.state.zero.gathers_each_use:
             return
-        self.state.release_copies()
         for entry, full in self._full.items():
             if entry.spec.group:
                 full.data = torch.empty(0, dtype=full.dtype, device=full.device)

@@ -19,9 +19,7 @@ the phases of a step and the transitions between them.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -43,7 +41,7 @@ from dsgraph.partitioning.step_phase import StepPhase
 from dsgraph.utils.errors import AccumulationError
 
 from .gradient_placeholder import GradientPlaceholder
-from .reduce_accumulated import deliver, reduce_replicated, reduce_split, used_anywhere
+from .reduce_accumulated import deliver, reduce_all, used_anywhere
 from .watched_graphs import drop_if_zeroed, empty_sum, restore_sum
 
 
@@ -88,23 +86,14 @@ def reduce_accumulated(state: PartitionState) -> None:
     state.sums_were_read = False
     with state.operations.reducing("the accumulated gradients"):
         used = used_anywhere([taken[entry] is not None for entry in trainable], state)
-    reduced: list[tuple[ParameterState, Tensor]] = []
-    alone: list[ParameterState] = []
-    together: dict[object, list[ParameterState]] = defaultdict(list)
+    grads: dict[ParameterState, Tensor] = {}
     for entry, is_used in zip(trainable, used, strict=True):
-        if not is_used:
-            continue  # as in one process: a parameter that no rank used keeps its gradient of None
-        if taken[entry] is None:
-            taken[entry] = torch.zeros(entry.spec.shape, dtype=entry.param.dtype, device=entry.param.device)
-        if entry.reducer is not None:
-            reduced.append((entry, entry.reduce(cast("Tensor", taken.pop(entry)), entry.rows)))
-        elif entry.spec.group:
-            alone.append(entry)
-        else:
-            together[entry.spec.dtypes(entry.param.dtype), entry.spec.outer_groups].append(entry)
-    reduced += reduce_split({entry: taken.pop(entry) for entry in alone})
-    for bucket in together.values():
-        reduced += reduce_replicated(bucket, [taken.pop(entry) for entry in bucket])
+        own = taken.pop(entry)
+        if is_used:  # as in one process: a parameter that no rank used keeps its gradient of None
+            zeros = torch.zeros(entry.spec.shape, dtype=entry.param.dtype, device=entry.param.device)
+            grads[entry] = zeros if own is None else own
+    del own
+    reduced = reduce_all(grads)
     for total in read_by_graphs:
         empty_sum(total)
     state.note_gradient()

@@ -13,6 +13,7 @@ from dsgraph.compat.dtensor import distributed_like
 from dsgraph.inductor_ext.collectives.gather_param import SECOND_DERIVATIVES
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.partitioning.step.reductions import start_reductions
 
 from .accumulated_gradients import add_local_gradient
 
@@ -61,5 +62,6 @@ class _Leaves(torch.autograd.Function):
                 if torch.is_grad_enabled() and grad.requires_grad:
                     raise NotImplementedError(SECOND_DERIVATIVES)
                 with state.operations.reducing(f"the gradient of {entry.name!r}"):
-                    of_params[number] = distributed_like(entry.param, entry.reduce(grad, entry.rows))
+                    (finish,) = start_reductions([(entry, grad.detach())])
+                    of_params[number] = distributed_like(entry.param, finish())
         return None, *of_leaves, *of_params

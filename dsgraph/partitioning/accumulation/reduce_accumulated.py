@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dsgraph.inductor_ext import Ranks, sum_over
-from dsgraph.partitioning.markers import reduce_gradient, start_reducing_gradient
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.partitioning.step.reductions import Finish, start_reductions
 
 IN_FLIGHT_BYTES = 64 * 2**20
 """Bytes of gradients that are reduced at once; each of them is in memory twice."""
@@ -28,34 +27,28 @@ def used_anywhere(used_here: list[bool], state: PartitionState) -> list[bool]:
     return (sum_over(counts, [Ranks.of(axis.group) for axis in state.axes]) > 0).tolist()
 
 
-def reduce_split(grads: dict[ParameterState, Tensor | None]) -> list[tuple[ParameterState, Tensor]]:
-    """Reduce gradients of sharded parameters, several at a time. Each is freed when it has been sent.
+def reduce_all(grads: dict[ParameterState, Tensor]) -> list[tuple[ParameterState, Tensor]]:
+    """Reduce gradients: those of replicated parameters together, others several at a time.
+
+    Args:
+        grads: The full gradients, in the same order on all ranks. Each is removed when it has been sent.
 
     Returns:
         This rank's rows of each gradient.
     """
-    reduced: list[tuple[ParameterState, Tensor]] = []
-    started: deque[tuple[ParameterState, int, Callable[[], Tensor]]] = deque()
+    replicated = [entry for entry in grads if not entry.spec.group]
+    finishes = start_reductions([(entry, grads.pop(entry)) for entry in replicated])
+    # A tensor with a storage offset cannot be saved.
+    reduced = [(entry, finish()) for entry, finish in zip(replicated, finishes, strict=True)]
+    started: deque[tuple[ParameterState, int, Finish]] = deque()
     for entry in list(grads):
-        grad = grads.pop(entry)
-        assert grad is not None
-        started.append((entry, grad.nbytes, start_reducing_gradient(entry.spec, grad, entry.rows)))
-        del grad
+        size = grads[entry].nbytes
+        (finish,) = start_reductions([(entry, grads.pop(entry))])
+        started.append((entry, size, finish))
         while sum(size for _, size, _ in started) > IN_FLIGHT_BYTES and len(started) > 1:
             first, _, finish = started.popleft()
             reduced.append((first, finish()))
     return reduced + [(entry, finish()) for entry, _, finish in started]
-
-
-def reduce_replicated(
-    bucket: Sequence[ParameterState], grads: Sequence[Tensor | None]
-) -> list[tuple[ParameterState, Tensor]]:
-    """Reduce gradients of replicated parameters in one bucket."""
-    flat = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
-    averaged = reduce_gradient(bucket[0].spec, flat, flat.new_empty(flat.shape, dtype=bucket[0].param.dtype))
-    parts = averaged.split([entry.spec.numel for entry in bucket])
-    # A tensor with a storage offset cannot be saved.
-    return [(entry, part.clone().view(entry.spec.shape)) for entry, part in zip(bucket, parts, strict=True)]
 
 
 def deliver(reduced: list[tuple[ParameterState, Tensor]]) -> None:

@@ -47,13 +47,13 @@ def block_methods(module: nn.Module, blocks: Collection[nn.Module], *, is_root: 
 
 
 def define_blocks(model: nn.Module, part: PartitionState) -> None:
-    """List the blocks of a model of stage 3, and give its parameters stand-ins for the graphs of units.
+    """Drop a model's plans; at stage 3, list its blocks, and give its parameters stand-ins for the graphs of units.
 
     A parameter that several blocks share belongs to the first; one on disk is read where it is used.
     """
+    part.step.clear()
     if not part.zero.gathers_each_use:
         return
-    part.step.clear()
     by_owner = {owner: entry for entry in part.parameters for owner in entry.owners}
     taken: set[int] = set()
     for name, module in model.named_modules():

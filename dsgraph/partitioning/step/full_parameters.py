@@ -1,4 +1,4 @@
-"""Full parameters outside plans: gathered where they are read, and what autograd keeps of them."""
+"""Full parameters for autograd: differentiable with respect to their shards, and saved without their values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.compat.autograd import outer_hooks, version_of
-from dsgraph.inductor_ext import Ranks, start_gather_rows
-from dsgraph.inductor_ext.collectives.algorithms import usual_gather
+from dsgraph.compat.autograd import outer_hooks
 from dsgraph.inductor_ext.collectives.gather_param import SECOND_DERIVATIVES
-from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.ranks.model_operations import ModelOperations
+from dsgraph.partitioning.parameter import ParameterState, Version
 
 from .reductions import only_adds
 from .step_record import Entries
@@ -22,28 +19,6 @@ from .step_record import Entries
 Reduce = Callable[[Entries, Sequence[Tensor], Sequence[bool]], list[Tensor | None]]
 """Takes parameters, their full gradients, and for each True if autograd would only add it to `.grad`. It returns the
 reduced gradients of the others."""
-
-Full = dict[ParameterState, Tensor]
-
-
-def gather_now(entries: Sequence[ParameterState], operations: ModelOperations) -> Full:
-    """Return full parameters, gathered together, outside a plan."""
-    sharded = [entry for entry in entries if entry.spec.group]
-    found: Full = {}
-    with torch.inference_mode(False), torch.no_grad():
-        if sharded:
-            with operations.gathering(named("parameter", sharded), outside=False):
-                started = [_start_gather(entry) for entry in sharded]
-                found |= {entry: each.finish() for entry, each in zip(sharded, started, strict=True)}
-        for entry in entries:
-            if not entry.spec.group:
-                found[entry] = entry.rows.to(entry.spec.dtypes(entry.param.dtype)[0])
-    return found
-
-
-def named(what: str, entries: Sequence[ParameterState]) -> str:
-    """Return the name of a parameter, or of the first of several: "parameter 'a' and 2 more"."""
-    return f"{what} {entries[0].name!r}" + (f" and {len(entries) - 1} more" if len(entries) > 1 else "")
 
 
 def differentiable(
@@ -63,17 +38,12 @@ def differentiable(
     return found
 
 
-def state_of(entry: ParameterState) -> tuple[int, int, int]:
-    """Return numbers that change when a parameter is replaced, written to or updated by a fused optimizer."""
-    return id(entry.param), version_of(entry.param), entry.updates
-
-
 @dataclass(frozen=True)
 class _Saved:
     """The part of a full parameter that autograd saves: it is gathered again when the backward reads it."""
 
     entry: ParameterState
-    state: tuple[int, int, int]
+    version: Version
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -108,7 +78,7 @@ class SavedParameters:
             self.bytes += tensor.nbytes
             return tensor if self._outer is None else self._outer[0](tensor)
         size, stride = tuple(tensor.shape), tensor.stride()
-        return _Saved(entry, state_of(entry), size, stride, int(tensor.storage_offset()))
+        return _Saved(entry, entry.version, size, stride, int(tensor.storage_offset()))
 
     def unpack(self, saved: Any) -> Tensor:
         """Return the tensor that was saved.
@@ -119,19 +89,12 @@ class SavedParameters:
         if not isinstance(saved, _Saved):
             unpacked: Tensor = saved if self._outer is None else self._outer[1](saved)
             return unpacked
-        if saved.state != state_of(saved.entry):
+        if saved.version != saved.entry.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"parameter {saved.entry.name!r} was updated or replaced between the forward and the backward"
             )
         return self.read(saved.entry).as_strided(saved.size, saved.stride, saved.offset)
-
-
-def _start_gather(entry: ParameterState) -> Any:
-    spec, rows = entry.spec, entry.rows
-    ranks = Ranks.of(spec.group)
-    dtype, _ = spec.dtypes(rows.dtype)
-    return start_gather_rows(rows, spec.shape, ranks, dtype=dtype, by=usual_gather(ranks, rows.device))
 
 
 class _Read(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dsgraph.compat.autograd import accumulates, has_hooks, is_accumulation
 from dsgraph.compat.dtensor import distributed_like
 from dsgraph.inductor_ext import Ranks, c10d_functional, start_reducing_together, sum_over
-from dsgraph.partitioning.markers import start_reducing_gradient
+from dsgraph.partitioning.markers import reduction_options
 from dsgraph.partitioning.parameter import ParameterState
 
 Finish = Callable[[], Tensor]
@@ -49,7 +49,11 @@ def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Fin
     """
     finishes: dict[int, Finish] = {}
     together: dict[tuple[str, tuple[str, ...], torch.dtype], list[int]] = {}
-    for number, (entry, _) in enumerate(pairs):
+    for number, (entry, grad) in enumerate(pairs):
+        if entry.reducer is not None:
+            options = reduction_options(entry.spec, entry.param.dtype)
+            finishes[number] = partial(_given, entry.reducer.reduce(grad, entry.rows, **options))
+            continue
         _, reduce_dtype = entry.spec.dtypes(entry.param.dtype)
         key = entry.spec.group, tuple(entry.spec.outer_groups), reduce_dtype
         together.setdefault(key, []).append(number)
@@ -59,7 +63,7 @@ def start_reductions(pairs: Sequence[tuple[ParameterState, Tensor]]) -> list[Fin
         finishes |= zip(numbers, started, strict=True)
     for number, (entry, _) in enumerate(pairs):
         later = _large(entry.spec.outer_groups) if entry.spec.group else _large(entry.spec.outer_groups)[1:]
-        if later:
+        if later and entry.reducer is None:
             finishes[number] = partial(_given, finishes[number]())
     return [finishes[number] for number in range(len(pairs))]
 
@@ -77,25 +81,22 @@ def _start_sharded(
     pairs: Sequence[tuple[ParameterState, Tensor]], group: str, outer_groups: Sequence[str], dtype: torch.dtype
 ) -> list[Finish]:
     """Start to average the gradients of sharded parameters."""
-    if Ranks.of(group).size == 1:
-        return [_start_of_one_rank(entry, grad) for entry, grad in pairs]
+    ranks = Ranks.of(group)
     started = start_reducing_together(
         [grad for _, grad in pairs],
         [entry.rows.shape for entry, _ in pairs],
         dtypes=[entry.rows.dtype for entry, _ in pairs],
         reduce_dtype=dtype,
-        ranks=Ranks.of(group),
+        ranks=ranks,
         outer=[Ranks.of(name) for name in outer_groups],
     )
-    return [each.finish for each in started]
+    if ranks.size > 1:
+        return [each.finish for each in started]
+    return [partial(_own, each.finish) for each in started]
 
 
-def _start_of_one_rank(entry: ParameterState, grad: Tensor) -> Finish:
-    """Start to average a gradient of which this rank has all rows."""
-    finish = start_reducing_gradient(entry.spec, grad, entry.rows)
-    if _large(entry.spec.outer_groups):
-        return finish
-    return lambda: finish().clone()  # several parameters may have one gradient
+def _own(finish: Finish) -> Tensor:
+    return finish().clone()  # several parameters may have one gradient
 
 
 def _start_replicated(

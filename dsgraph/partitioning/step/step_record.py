@@ -36,7 +36,7 @@ class Work:
 
 @dataclass(eq=False, frozen=True)
 class StepUnit:
-    """A compiled graph, or uncompiled code that reads a parameter.
+    """A compiled graph, or uncompiled code of a module that reads parameters.
 
     Attributes:
         name: Its name in prints.
@@ -50,7 +50,7 @@ class StepUnit:
 
 
 UNCOMPILED = StepUnit("uncompiled code")
-"""Stands for code that reads one parameter and is no compiled graph. Autograd saves what its backward needs."""
+"""Stands for uncompiled code of a module that reads parameters. Autograd saves what its backward needs."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from dsgraph.compat.tensors import unseen_by_modes
 from dsgraph.partitioning.blocks.block import Block
 from dsgraph.partitioning.blocks.block_limit import BlockLimit
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
-from dsgraph.partitioning.parameter import ParameterState
+from dsgraph.partitioning.gathered_copies import gather_now, named
+from dsgraph.partitioning.parameter import ParameterState, Version
 from dsgraph.ranks.model_operations import ModelOperations
 
-from .full_parameters import Full, SavedParameters, differentiable, gather_now, named, state_of
+from .full_parameters import SavedParameters, differentiable
 from .reductions import add_gradient, start_reductions
 from .step_plan import Forward, StepPlans
 from .step_program import Run
@@ -40,7 +41,8 @@ class StepRun:
 
     Attributes:
         operations: The model's operations, which ranks compare.
-        is_active: True if parameters are gathered for each use.
+        parameters: The model's parameters.
+        note_gradient: Called where gradients of parameters with gathered copies are computed.
         plans: The plans.
         blocks: The model's repeated blocks.
         limit: The state of a `memory_limit`. Memory that it leaves holds full parameters for the backward.
@@ -52,7 +54,8 @@ class StepRun:
     """
 
     operations: ModelOperations
-    is_active: bool = True
+    parameters: list[ParameterState] = field(default_factory=list)
+    note_gradient: Callable[[], None] = field(default=lambda: None, repr=False)
     plans: StepPlans = field(default_factory=StepPlans)
     blocks: list[Block] = field(default_factory=list)
     limit: BlockLimit = field(default_factory=BlockLimit)
@@ -65,9 +68,10 @@ class StepRun:
     _backward: Run | None = None
     _of: Forward | None = None
     _task: int = _NONE
-    _present: Full = field(default_factory=dict)
+    _present: dict[ParameterState, Tensor] = field(default_factory=dict)
     _given: set[ParameterState] = field(default_factory=set)
-    _held: dict[ParameterState, tuple[Tensor, tuple[int, int, int]]] = field(default_factory=dict)
+    _held: dict[ParameterState, tuple[Tensor, Version]] = field(default_factory=dict)
+    _beside: dict[ParameterState, tuple[Tensor, Version]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         weak = weakref.WeakMethod(self.settle)  # shards refer to their operations, and must not keep the model
@@ -114,16 +118,41 @@ class StepRun:
         return outputs
 
     @unseen_by_modes
-    def read(self, entry: ParameterState) -> Tensor | None:
-        """Return a full parameter for uncompiled code in a forward; None if it must be gathered in another way."""
-        if not self.is_active or running_backward() != _NONE:
+    def read(self, entry: ParameterState, beside: Entries) -> Tensor | None:
+        """Return a full parameter for uncompiled code in a forward; None in a recomputation.
+
+        Args:
+            entry: The parameter.
+            beside: Replicated parameters that the same code will probably read next: they become parts of one unit.
+        """
+        if running_backward() != _NONE:
             return None
-        forward, number = self._enter(UNCOMPILED, (entry,), ())
+        known, version = self._beside.pop(entry, (None, None))
+        if known is not None and version == entry.version:
+            return known
+        entries = (entry, *beside)
+        forward, number = self._enter(UNCOMPILED, entries, ())
         if number != _NONE:
             forward.reads.add(number)
-        full = forward.run.enter() if forward.run is not None else self._full((entry,))
-        (given,) = self._differentiable(forward, number, (entry,), full)
+        full = forward.run.enter() if forward.run is not None else self._full(entries)
+        given = self._differentiable(forward, number, entries, full)
         self._end_call(forward, number, (), 0)
+        if not torch.is_inference_mode_enabled():
+            self._beside = {each: (tensor, each.version) for each, tensor in zip(beside, given[1:], strict=True)}
+        return given[0]
+
+    def hand_out(self, entry: ParameterState, full: Tensor, *, is_kept: bool) -> Tensor:
+        """Return a full parameter outside plans, whose gradient is reduced where it is computed.
+
+        Args:
+            entry: The parameter.
+            full: Its value.
+            is_kept: True if several backwards may go through it, and it may be written to, by its `Source`.
+        """
+        if not torch.is_grad_enabled() or not entry.param.requires_grad:
+            return full.detach() if is_kept else full.view_as(full)
+        reduce = partial(self._reduce, Forward(), _NONE)
+        (given,) = differentiable((entry,), (full,), reduce, is_uncompiled=not is_kept)
         return given
 
     def settle(self) -> None:
@@ -174,7 +203,8 @@ class StepRun:
 
     def _enter(self, unit: StepUnit, entries: Entries, inputs: Sequence[Any]) -> tuple[Forward, int]:
         """Return the forward that a call belongs to, and the call's number in it; -1 if nothing is recorded."""
-        if any(state != state_of(entry) for entry, (_, state) in self._held.items()):
+        self._beside = {}
+        if any(version != entry.version for entry, (_, version) in self._held.items()):
             self._held = {}
         key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), any(entry in self._held for entry in entries))
         if self._task != _NONE:  # the backward raised an error
@@ -202,11 +232,13 @@ class StepRun:
         self._note(self._forward)
         if self._forward.realised is not None:
             self.plans.note(self._forward.realised)
-        plan = self.plans.choose(key, self._held)
+        known = {entry: entry.gathered_copy for entry in self.parameters if entry.gathered_copy is not None}
+        known |= {entry: full for entry, (full, _) in self._held.items()}
+        plan = self.plans.choose(key, known)
         if plan is None:
-            self._forward = Forward(record=StepRecord(held=frozenset(self._held)))
+            self._forward = Forward(record=StepRecord(held=frozenset(known)))
         else:
-            copies = {name: self._held[entry][0] for name, entry in plan.copies.items()}
+            copies = {name: known[entry] for name, entry in plan.copies.items()}
             first = plan.record.calls[0].entries[0].name
             with self.operations.gathering(f"the parameters of plan {plan.number}, {first!r} first", outside=False):
                 run = plan.run(plan.forward, self._deliver, copies)
@@ -275,6 +307,8 @@ class StepRun:
         Returns:
             The reduced gradients of the others.
         """
+        if any(entry.gathered_copy is not None for entry in entries):
+            self.note_gradient()
         if number in forward.reads:
             self._before_backward(forward, number, ())
         run = self._entered(forward, number)
@@ -316,7 +350,7 @@ class StepRun:
             return None
         if self._task != running_backward():
             self._finish_backward()
-            self._task = running_backward()
+            self._task, self._beside = running_backward(), {}
             at_end_of_backward(self._end_backward)
         if self._of is forward:
             return self._backward
@@ -332,7 +366,7 @@ class StepRun:
                 self._backward = plan.run(plan.backward, self._deliver, forward.kept)
             if self.in_step and not self._held:
                 stay = {plan.kept[name]: value for name, value in forward.kept.items() if name in plan.kept}
-                self._held = {entry: (full, state_of(entry)) for entry, full in stay.items() if entry in plan.holds}
+                self._held = {entry: (full, entry.version) for entry, full in stay.items() if entry in plan.holds}
         forward.follows, forward.kept = False, {}  # another backward of it gathers by itself
         return self._backward
 
@@ -388,7 +422,7 @@ class StepRun:
         """Return full parameters, outside a plan."""
         found = {**{entry: full for entry, (full, _) in self._held.items()}, **self._present}
         missing = [entry for entry in entries if entry not in found]
-        self.gathered_alone += sum(bool(entry.spec.group) for entry in missing)
+        self.gathered_alone += sum(bool(entry.spec.group) and entry.gathered_copy is None for entry in missing)
         found |= gather_now(missing, self.operations)
         return [found[entry] for entry in entries]
 
@@ -398,7 +432,7 @@ class StepRun:
 
     def copy(self, operations: ModelOperations) -> StepRun:
         """Return the steps of a copy of the model."""
-        return StepRun(operations, self.is_active, blocks=self.blocks, limit=self.limit)
+        return StepRun(operations, self.parameters, blocks=self.blocks, limit=self.limit)
 
 
 def _begins_again(record: StepRecord, key: Key) -> bool:

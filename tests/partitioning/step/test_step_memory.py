@@ -61,7 +61,7 @@ class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args[0] if isinstance(args[0], list) else [args[0]]
         for name in () if isinstance(given[0], FakeTensor) else self.count:  # those of a plan in the making
-            if f"_c10d_functional.{name}" in str(func):
+            if "c10d" in str(func) and name in str(func).replace("allgather", "all_gather"):
                 self.count[name] += len(given)
         return func(*args, **(kwargs or {}))
 
