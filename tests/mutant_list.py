@@ -729,7 +729,7 @@ BLOCKS = (
     ),
     Mutant(
         *("block-runs-the-newest-graph", "dsgraph/tools/dumping/units.py", "missing check"),
-        *("_graphs_of", "if block in compiles", "if False"),
+        *("_compiles_for", "if block in equal", "if False"),
         killers=("tests/tools/dumping/test_units.py",),
     ),
     Mutant(

@@ -108,6 +108,11 @@ class Capture:
         """Return the user's function, or the user's line that calls torch's function."""
         return str(self.function) if self.called_at is None else f"what {self.called_at} calls"
 
+    @property
+    def after(self) -> str:
+        """A remark on the graph break before the graph: ` after line 12`; empty without one."""
+        return f" after line {self.resumes_at}" if self.resumes_at else ""
+
 
 def read_capture(gm: GraphModule) -> tuple[Capture, nn.Module | None]:
     """Return the origin of `gm`, and the module whose method it was captured from, or that called the function."""

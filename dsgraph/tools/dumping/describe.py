@@ -141,6 +141,9 @@ class Describer:
         return self._places[stack_trace]
 
     def _module(self, node: Node) -> str:
+        """Return the path of the module that a node computes; of a run in the graph of a step, the unit."""
+        if "unit" in node.meta:
+            return str(node.meta["unit"])
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if not stack:
             return ""

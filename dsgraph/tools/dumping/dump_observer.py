@@ -40,8 +40,7 @@ class _Dumping(CompileWatch):
         self._folder = folder
         self._options = request.options
         self._facts = request.facts
-        after = f" after line {request.capture.resumes_at}" if request.capture.resumes_at else ""
-        self._function = f"{request.function}{after}"
+        self._function = f"{request.function}{request.capture.after}"
         self._unit = request.unit
         self._in_step = torch.is_grad_enabled()
         self._has_begun = False

@@ -100,7 +100,8 @@ class NodeRecord:
         inputs: Names of the nodes that it reads, each once.
         values: The tensors that it makes; one for most nodes.
         shares: Name of the node whose memory its result is (a part of).
-        module: Path of the module whose forward (or backward) it is part of.
+        module: Path of the module whose forward (or backward) it is part of; for a run in the graph of a step, the
+            unit.
         source: The user's `file:line`.
         code: The text of that line.
         parameter: For an input: the parameter that it is, or is the shard of.

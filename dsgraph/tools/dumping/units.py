@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .records import CompileRecord
 from .render import listed
 
 
@@ -26,11 +27,6 @@ class UnitGraph:
     block: str = ""
     blocks: tuple[str, ...] = ()
 
-    @property
-    def place(self) -> tuple[str, str, bool]:
-        """The place of the graph in its unit, which is the same for equal blocks."""
-        return (self.function, self.module.removeprefix(self.block), bool(self.block))
-
 
 @dataclass(frozen=True)
 class UnitRun:
@@ -38,20 +34,16 @@ class UnitRun:
 
     Attributes:
         modules: The modules that run it, in order: equal blocks, or one module; an empty name for the model.
-        is_block: True for blocks.
         graphs: For each of its graphs, the number of the newest compile. Several numbers where a block may run the
             graph of any of several others: Dynamo's guards decide, and their choice is not recorded.
-        recompiles: Number of earlier compiles of these graphs.
     """
 
     modules: tuple[str, ...]
-    is_block: bool
     graphs: tuple[tuple[int, ...], ...]
-    recompiles: int
 
 
 def units_of(
-    graphs: Sequence[UnitGraph], *, ahead: Iterable[str] = (), without: Collection[str] = ()
+    graphs: Sequence[UnitGraph | CompileRecord], *, ahead: Iterable[str] = (), without: Collection[str] = ()
 ) -> tuple[UnitRun, ...]:
     """Return the units of a step, each set of graphs once, in the order in which they first ran.
 
@@ -60,39 +52,42 @@ def units_of(
         ahead: Blocks in the order in which they run, as far as it is known; others follow in the order of the model.
         without: Blocks that do not run as graphs of their own.
     """
+    newest: dict[object, dict[str, UnitGraph | CompileRecord]] = {}
+    for graph in graphs:  # the place of a graph in its unit is the same for equal blocks
+        place = (graph.function, graph.module.removeprefix(graph.block), bool(graph.block))
+        newest.setdefault(place, {})[graph.block or graph.module] = graph
     known = dict.fromkeys(block for graph in graphs for block in graph.blocks)
     users: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for block in dict.fromkeys((*(block for block in ahead if block in known), *known)):
-        if block in without:
-            continue
-        users.setdefault(_graphs_of(block, graphs), []).append(block)
-    found = [_run(tuple(blocks), own, graphs, is_block=True) for own, blocks in users.items() if own]
-    around: dict[object, UnitGraph] = {(*graph.place, graph.module): graph for graph in graphs if not graph.block}
-    found += [_run((graph.module,), ((graph.compile,),), graphs, is_block=False) for graph in around.values()]
-    return tuple(unit for _, unit in sorted(found, key=lambda item: item[0]))
+        own = tuple(found for compiled in newest.values() if (found := _compiles_for(block, compiled)))
+        if own and block not in without:
+            users.setdefault(own, []).append(block)
+    units = []
+    for compiled in newest.values():
+        first = {graph.compile for graph in compiled.values()}
+        units += [UnitRun((graph.module,), ((graph.compile,),)) for graph in compiled.values() if not graph.block]
+        units += [UnitRun(tuple(blocks), own) for own, blocks in users.items() if first.intersection(own[0])]
+    return tuple(units)
 
 
-def _graphs_of(block: str, graphs: Sequence[UnitGraph]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each graph of a block, its newest compile; without one of its own, the newest of each equal block."""
-    newest: dict[tuple[str, str, bool], dict[str, int]] = {}
-    for graph in graphs:
-        if block in graph.blocks:
-            newest.setdefault(graph.place, {})[graph.block] = graph.compile
-    return tuple(
-        (compiles[block],) if block in compiles else tuple(sorted(set(compiles.values())))
-        for compiles in newest.values()
-    )
+def _compiles_for(block: str, compiled: Mapping[str, UnitGraph | CompileRecord]) -> tuple[int, ...]:
+    """Return a block's own compile among those of equal blocks, or all whose graph it may run."""
+    equal = {graph.block: graph.compile for graph in compiled.values() if block in graph.blocks}
+    return (equal[block],) if block in equal else tuple(sorted(equal.values()))
 
 
-def _run(
-    modules: tuple[str, ...], own: tuple[tuple[int, ...], ...], graphs: Sequence[UnitGraph], *, is_block: bool
-) -> tuple[int, UnitRun]:
-    """Return a unit, after the number of the compile before which it cannot have run."""
-    kinds = {graph.compile: (graph.place, graph.block or graph.module) for graph in graphs}
-    again = {number: [other for other in kinds if kinds[other] == kinds[number]] for one in own for number in one}
-    first = min(max(min(again[number]) for number in numbers) for numbers in own)
-    older = sum(len(compiles) - 1 for compiles in again.values())
-    return first, UnitRun(modules, is_block, own, older)
+def runs_of(units: Iterable[UnitRun]) -> dict[int, tuple[str, ...]]:
+    """Return number of a compile -> the modules that run its graphs in a step."""
+    found: dict[int, tuple[str, ...]] = {}
+    for unit in units:
+        for numbers in unit.graphs:
+            found[numbers[-1]] = (*found.get(numbers[-1], ()), *unit.modules)
+    return found
+
+
+def runs_text(modules: Sequence[str]) -> str:
+    """Return a remark on a graph that several modules run; empty for other graphs."""
+    return f", run {len(modules)} times in a step: by {spelled(modules)}" if len(modules) > 1 else ""
 
 
 def spelled(modules: Sequence[str]) -> str:
@@ -105,9 +100,3 @@ def spelled(modules: Sequence[str]) -> str:
     if len({parent for parent, *_ in parts}) == 1 and numbers == follow:
         return f"{modules[0]} ... {modules[-1]} ({len(modules)})"
     return listed(modules)
-
-
-def graphs_text(unit: UnitRun) -> str:
-    """Return the compiles of a unit's graphs: `1, 2`, and `1 or 3` where it may be either; with recompiles."""
-    again = f" ({unit.recompiles} older)" if unit.recompiles else ""
-    return ", ".join(" or ".join(map(str, compiles)) for compiles in unit.graphs) + again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 
@@ -12,6 +12,7 @@ from torch import nn
 from dsgraph.compiler.frames import SourceLines, is_torchs
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes.ir.user_source import OWN_FOLDER
+from dsgraph.tools.dumping.units import spelled
 
 from .compile_log import CompileEntry, CompileLog
 from .reasons import in_words
@@ -41,8 +42,9 @@ class Fallback:
     """Something that does not run as compiled code.
 
     Attributes:
-        kind: "parameter read eagerly", "function runs uncompiled", "op without lowering" or "caches off".
-        what: The parameter, function, op or pass.
+        kind: "parameter read eagerly", "function runs uncompiled", "op without lowering", "caches off", "step left its
+            graph", "block without a graph of its own" or "gradient reduced at once".
+        what: The parameter, function, op, pass, model or block.
         count: How often: reads, or calls in the graphs.
         place: `file:line (function)`, or "" where there is none.
         reason: Torch's reason, or what it means.
@@ -136,7 +138,7 @@ def fallbacks_of(
     passes = Counter((name, str(record.capture.function)) for record in records for name in record.unidentified)
     for (name, place), count in passes.items():
         found.append(Fallback("caches off", name, count, place, "the code of this pass cannot be identified"))
-    return tuple(found)
+    return (*found, *_outside_step(states))
 
 
 def near_misses_of(records: Sequence[CompileEntry]) -> tuple[PassNote, ...]:
@@ -165,6 +167,23 @@ def regions_of(records: Sequence[CompileEntry]) -> tuple[Region, ...]:
             inside = record.capture.function.function
             found.append(Region(str(region), f"runs eagerly, around the graph of {inside}: not captured with it", None))
     return tuple(dict.fromkeys(found))
+
+
+def _outside_step(states: Sequence[PartitionState]) -> Iterator[Fallback]:
+    """Yield what the graph of a step leaves out."""
+    for step, root in ((state.step, state.root) for state in states):
+        for reason, count in Counter(step.left).items():
+            yield Fallback("step left its graph", type(root).__name__, count, "", reason)
+        ran = step.ran()
+        idle = [block.name for block in step.blocks if block not in ran]
+        if ran and idle:
+            reason = (
+                "in the last forward it was skipped, or in the graph of its caller, as in a checkpoint, in control "
+                "flow, or with an argument that is an object"
+            )
+            yield Fallback("block without a graph of its own", spelled(idle), len(idle), "", reason)
+        for name in sorted({entry.name for plan in step.plans for entry in plan.alone}):
+            yield Fallback("gradient reduced at once", name, 1, "", "the parameter has a hook")
 
 
 def _eager_reads(states: Sequence[PartitionState]) -> dict[str, int]:

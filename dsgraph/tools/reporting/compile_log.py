@@ -31,7 +31,6 @@ class CompileEntry:
         number: Which compile of this process it was.
         capture: Where the graph came from.
         module: id of the module that was being called; 0 where there was none.
-        module_type: Its class; equal layers share one, and one graph.
         unit: The unit of a step that it is part of.
         parameters: The parameters that it reads: name in the called module -> name in the partitioned model, which is
             empty for others; see `GraphInput.model_name`.
@@ -59,7 +58,6 @@ class CompileEntry:
     number: int
     capture: Capture
     module: int
-    module_type: type | None
     unit: Unit
     parameters: Mapping[str, str]
     codegen: str

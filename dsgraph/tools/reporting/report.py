@@ -28,8 +28,8 @@ from .predicted_memory import predict_memory
 from .report_record import Compile, Parameter, Pass, ReportRecord
 from .step import measure_step
 from .text import write_report
-from .traffic import nbytes
-from .units import list_units, plan_of
+from .traffic import held_once, nbytes
+from .units import list_units
 
 SCHEMA = 1
 
@@ -68,7 +68,7 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
     log.look()
     states = partition_states(model)
     records = log.of(_objects_of(model, states))
-    compiled = tuple(_compile(record) for record in records)
+    held = held_once(states)
     fallbacks = fallbacks_of(model, states, records, log)
     memory, unknown = predict_memory(model, states, records)
     return Report(
@@ -78,10 +78,11 @@ def report_on(model: nn.Module, log: CompileLog) -> Report:
         stages=tuple(state.zero.number for state in states),
         mesh={axis.name: axis.size for state in states for axis in state.axes},
         costs="; ".join(dict.fromkeys(record.costs for record in records)),
-        parameters=tuple(_parameter(entry, state, of=states) for state in states for entry in state.parameters),
-        compiles=compiled,
+        parameters=tuple(
+            _parameter(entry, state, is_held=entry in held) for state in states for entry in state.parameters
+        ),
+        compiles=tuple(_compile(record) for record in records),
         units=list_units(model, states, records),
-        plan=plan_of(states),
         step=measure_step(model, states, records),
         memory=memory,
         memory_unknown=unknown,
@@ -144,7 +145,7 @@ def _on_blocks(state: PartitionState, records: list[CompileEntry]) -> str:
     return f"{len(blocks)} repeated blocks were not compiled as graphs of their own{reason}"
 
 
-def _parameter(entry: ParameterState, state: PartitionState, *, of: list[PartitionState]) -> Parameter:
+def _parameter(entry: ParameterState, state: PartitionState, *, is_held: bool) -> Parameter:
     names = {axis.group: axis.name for axis in state.axes}
     spec, shard = entry.spec, entry.param.to_local().detach()
     groups = [group for group in (*spec.outer_groups, spec.group) if group]
@@ -159,25 +160,12 @@ def _parameter(entry: ParameterState, state: PartitionState, *, of: list[Partiti
         bytes_full=entry.param.numel() * shard.element_size(),
         bytes_here=shard.numel() * shard.element_size(),
         bytes_copy=nbytes(entry.gathered_copy) or 0,
-        is_held_for_step=entry.is_held_for_step and len(of) == 1,
+        is_held_for_step=is_held,
     )
 
 
 def _compile(record: CompileEntry) -> Compile:
-    passes = tuple(
-        Pass(
-            phase=item.phase.value,
-            name=item.name,
-            changed=item.changed,
-            notes=item.notes,
-            done=item.done,
-            seconds=item.seconds,
-            verify_seconds=item.verify_seconds,
-            nodes_before=item.nodes_before,
-            nodes_after=item.nodes_after,
-        )
-        for item in record.passes
-    )
+    passes = tuple(Pass(**{**vars(item), "phase": item.phase.value}) for item in record.passes)
     return Compile(
         number=record.number,
         function=str(record.capture.function),

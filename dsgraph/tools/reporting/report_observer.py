@@ -92,7 +92,6 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         number=request.number,
         capture=request.capture,
         module=id(request.module) if request.module is not None else 0,
-        module_type=type(request.module) if request.module is not None else None,
         unit=request.unit,
         parameters={item.parameter: item.model_name for item in request.facts.roles.values() if item.parameter},
         codegen=request.options.codegen,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsgraph.tools.dumping.units import UnitRun
+
 from .activity import Break, Fallback, PassNote, Recompile, Region
 from .measure import Activations, LoweredGraph
 from .predicted_memory import Memory
 from .step import StepTraffic
-from .units import Plan, Unit
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,6 @@ class ReportRecord:
         parameters: All partitioned parameters.
         compiles: Every graph that was compiled, in order.
         units: The units of a training step in order: repeated blocks with their graphs, and what is around them.
-        plan: The plan by which blocks of stage 3 are gathered; None if none ran as graphs of their own.
         step: What a rank sends in a training step.
         memory: What a rank is predicted to hold in one; None where it is not known.
         memory_unknown: Why it is not known; empty if it is, and if nothing has run with gradients.
@@ -124,8 +124,7 @@ class ReportRecord:
     costs: str
     parameters: tuple[Parameter, ...]
     compiles: tuple[Compile, ...]
-    units: tuple[Unit, ...]
-    plan: Plan | None
+    units: tuple[UnitRun, ...]
     step: StepTraffic
     memory: Memory | None
     memory_unknown: str

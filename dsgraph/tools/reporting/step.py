@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from dsgraph.partitioning.state import PartitionState
+from dsgraph.tools.dumping.units import UnitRun, runs_of
 
 from .compile_log import CompileEntry
 from .traffic import (
     Traffic,
     accumulated_traffic,
     add_up,
-    held_blocks_traffic,
     held_traffic,
     refresh_traffic,
     total,
 )
-from .units import Unit, list_units
+from .units import list_units
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,17 @@ def measure_step(model: nn.Module, states: Sequence[PartitionState], records: Se
     if not training:
         return StepTraffic(None, (), None, None, any(state.reduces_once for state in states))
     at_step = newest(training, accumulating=False)
-    shared = sharing(list_units(model, states, at_step))
     refreshed = add_up(item for state in states for item in refresh_traffic(state))
-    parts = _parts(at_step, shared)
+    parts = _parts(at_step, list_units(model, states, at_step))
     if refreshed:
         parts.append(StepPart("gathered copies, fetched after an optimizer step", 1, refreshed))
 
     keeps_local = any(state.reduces_once for state in states)
-    held = held_traffic(states[0]) if len(states) == 1 else ()
-    blocks = [item for state in states for item in held_blocks_traffic(state)]
-    once = add_up([*held, *blocks, *(item for state in states for item in accumulated_traffic(state))])
-    has_graphs_of_its_own = keeps_local or bool(held or blocks)
+    held = held_traffic(states)
+    once = add_up([*held, *(item for state in states for item in accumulated_traffic(state))])
+    has_graphs_of_its_own = keeps_local or bool(held)
     each = newest(training, accumulating=True) if has_graphs_of_its_own else at_step
-    each_parts = _parts(each, sharing(list_units(model, states, each)))
+    each_parts = _parts(each, list_units(model, states, each))
     known = bool(states) and (not has_graphs_of_its_own or any(record.is_for_accumulation for record in each))
     return StepTraffic(
         sent_bytes=_bytes(at_step, parts),
@@ -103,14 +100,14 @@ def newest(records: Sequence[CompileEntry], *, accumulating: bool) -> list[Compi
     return list(found.values())
 
 
-def sharing(units: Sequence[Unit]) -> Counter[int]:
-    """Return the number of runs of each compile in a step."""
-    return Counter(numbers[-1] for unit in units for numbers in unit.graphs for _ in unit.modules)
-
-
-def _parts(records: Sequence[CompileEntry], times: Mapping[int, int]) -> list[StepPart]:
+def _parts(records: Sequence[CompileEntry], units: Sequence[UnitRun]) -> list[StepPart]:
+    runs = runs_of(units)
     return [
-        StepPart(f"{graph.phase} of {name_of(record)}", 1 if record.is_step else times[record.number], graph.traffic)
+        StepPart(
+            where=f"{graph.phase} of {name_of(record)}",
+            times=1 if record.is_step else len(runs.get(record.number, ())),
+            traffic=graph.traffic,
+        )
         for record in records
         for graph in record.graphs
         if graph.traffic
@@ -119,8 +116,7 @@ def _parts(records: Sequence[CompileEntry], times: Mapping[int, int]) -> list[St
 
 def name_of(record: CompileEntry) -> str:
     """Return the captured function, with the line of the graph break before it."""
-    capture = record.capture
-    return capture.function.function + (f" after line {capture.resumes_at}" if capture.resumes_at else "")
+    return f"{record.capture.function.function}{record.capture.after}"
 
 
 def _bytes(records: Sequence[CompileEntry], parts: Sequence[StepPart]) -> int | None:

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.passes.memory.offload import OffloadActivations
 from dsgraph.tools.dumping.render import bytes_text
+from dsgraph.tools.dumping.units import runs_of, runs_text
 
 from .activity import PassNote
 from .layout import WIDTH, fit, short, table, wrap
 from .measure import Activations
 from .predicted_memory import Memory
 from .report_record import Compile, Parameter, ReportRecord
-from .units_text import write_units
 
 _OFFLOADED = OffloadActivations().name
 
@@ -25,8 +25,7 @@ def write_report(report: ReportRecord) -> str:
     sections = [
         _head(report),
         _parameters(report.parameters),
-        write_units(report),
-        _compiles(report.compiles),
+        _compiles(report),
         _passes(report.compiles),
         _step(report),
         _activations(report.compiles),
@@ -118,11 +117,11 @@ def _parameters(parameters: Sequence[Parameter]) -> str:
     return "\n".join(lines)
 
 
-def _compiles(compiles: Sequence[Compile]) -> str:
-    if not compiles:
+def _compiles(report: ReportRecord) -> str:
+    if not report.compiles:
         return ""
     rows = []
-    for item in compiles:
+    for item in report.compiles:
         after = f" after line {item.resumes_at}" if item.resumes_at else ""
         made = "cache: no passes" if item.from_cache else f"{item.codegen}"
         graphs = ", ".join(f"{graph.phase} {graph.nodes}" for graph in item.graphs) or "?"
@@ -136,7 +135,9 @@ def _compiles(compiles: Sequence[Compile]) -> str:
                 f"{1000 * item.pass_seconds:.0f} + {1000 * item.verify_seconds:.0f} ms",
             )
         )
-    return "compiles\n" + table(rows, ("", "function", "mode", "codegen", "nodes", "passes, checks"))
+    runs = (f"compile {number}{runs_text(modules)}" for number, modules in runs_of(report.units).items() if modules[1:])
+    listing = table(rows, ("", "function", "mode", "codegen", "nodes", "passes, checks"))
+    return "\n".join(["compiles", listing, *map(wrap, runs)])
 
 
 def _passes(compiles: Sequence[Compile]) -> str:

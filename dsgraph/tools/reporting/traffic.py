@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import resolve_group, size_hint
-from dsgraph.partitioning.blocks.block import Block
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
@@ -82,28 +81,25 @@ def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     return _gathers(state, state.copied()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
 
 
-def held_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """Return the traffic by which stage 3 fetches the copies that it holds, once in a step under `accumulate`."""
-    return _gathers(state, [entry for entry in state.parameters if entry.is_held_for_step])
+def held_once(states: Sequence[PartitionState]) -> set[ParameterState]:
+    """Return the parameters that stage 3 gathers once for all micro-batches of a step under `accumulate`."""
+    held = {entry for state in states for entry in state.step.holds()}
+    if len(states) == 1:  # copies of several partitioned parts are not held
+        held.update(entry for entry in states[0].parameters if entry.is_held_for_step)
+    return held
 
 
-def held_blocks_traffic(state: PartitionState) -> tuple[Traffic, ...]:
-    """Return the traffic of the parameters that are gathered once for all micro-batches of a step."""
-    return _gathers(state, state.step.holds(), "gather of blocks") if state.step.holds() else ()
+def held_traffic(states: Sequence[PartitionState]) -> tuple[Traffic, ...]:
+    """Return the traffic of gathering them."""
+    held = held_once(states)
+    return add_up(item for state in states for item in _gathers(state, held.intersection(state.parameters)))
 
 
-def gather_of_block(state: PartitionState, block: Block) -> tuple[Traffic, ...]:
-    """Return the traffic of gathering the parameters of a repeated block once."""
-    return _gathers(state, block.entries, "gather of blocks")
-
-
-def _gathers(
-    state: PartitionState, entries: Iterable[ParameterState], kind: str = "refresh of gathered copies"
-) -> tuple[Traffic, ...]:
+def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
     axis = shard_axis(state.axes)
     assert axis is not None
     amounts = [entry.copy_bytes // axis.size * (axis.size - 1) for entry in entries]
-    return _over(axis, kind, amounts)
+    return add_up(Traffic("refresh of gathered copies", axis.name, 1, amount) for amount in amounts)
 
 
 def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
@@ -111,35 +107,22 @@ def accumulated_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     trained = [entry for entry in state.parameters if entry.param.requires_grad]
     if not state.reduces_once or not trained:
         return ()
-    # Which parameters were used at all: one int32 each.
-    used = [item for axis in state.axes for item in _reduced(axis, "all_reduce", 4 * len(trained))]
-    return add_up([*used, *_reductions(state, trained)])
-
-
-def reduction_of_block(state: PartitionState, block: Block) -> tuple[Traffic, ...]:
-    """Return the traffic of reducing the gradients of a repeated block."""
-    return _reductions(state, block.trained())
-
-
-def _reductions(state: PartitionState, trained: Iterable[ParameterState]) -> tuple[Traffic, ...]:
-    """Return the traffic of reducing gradients; those of replicated parameters go together."""
     names = {axis.group: axis for axis in state.axes}
-    found: list[Traffic] = []
-    whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}
+    # Which parameters were used at all: one int32 each.
+    found = [_reduced(axis, "all_reduce", 4 * len(trained)) for axis in state.axes]
+    whole: dict[tuple[str, torch.dtype, torch.dtype], int] = {}  # replicated parameters are reduced together
     for entry in trained:
         dtypes = entry.spec.dtypes(entry.param.dtype)
         if entry.spec.group:
             axis = names[entry.spec.group]
             rows = entry.bytes_of_rank(dtypes[1])
-            found += _reduced(axis, "reduce_scatter_tensor", rows)
-            for group in entry.spec.outer_groups:
-                found += _reduced(names[group], "all_reduce", rows)
+            found.append(_reduced(axis, "reduce_scatter_tensor", rows))
+            found += [_reduced(names[group], "all_reduce", rows) for group in entry.spec.outer_groups]
             continue
         for group in entry.spec.outer_groups:
             key = (group, *dtypes)
             whole[key] = whole.get(key, 0) + entry.param.numel() * dtypes[1].itemsize
-    for (group, *_), amount in whole.items():
-        found += _reduced(names[group], "all_reduce", amount)
+    found += [_reduced(names[group], "all_reduce", amount) for (group, *_), amount in whole.items()]
     return add_up(found)
 
 
@@ -161,9 +144,5 @@ def total(traffic: Iterable[Traffic]) -> int | None:
     return None if None in amounts else sum(amount for amount in amounts if amount is not None)
 
 
-def _over(axis: MeshAxis, kind: str, amounts: list[int]) -> tuple[Traffic, ...]:
-    return add_up(Traffic(kind, axis.name, 1, amount) for amount in amounts)
-
-
-def _reduced(axis: MeshAxis, kind: str, counted: int) -> tuple[Traffic, ...]:
-    return add_up([Traffic(kind, axis.name, 1, TABLE.by_kind[kind].sent_bytes(counted, axis.size))])
+def _reduced(axis: MeshAxis, kind: str, counted: int) -> Traffic:
+    return Traffic(kind, axis.name, 1, TABLE.by_kind[kind].sent_bytes(counted, axis.size))

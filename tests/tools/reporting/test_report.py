@@ -522,7 +522,7 @@ def test_it_fits_the_screen_and_json(fake_ranks):
     given = report.to_dict()
     assert json.loads(json.dumps(given)) == given
     assert list(given) == [
-        *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "units", "plan", "step"),
+        *("schema", "model", "status", "stages", "mesh", "costs", "parameters", "compiles", "units", "step"),
         *(
             "memory",
             "memory_unknown",

@@ -1,4 +1,4 @@
-"""A training step with repeated blocks, as the report shows it: units, plan and predicted memory."""
+"""A training step with repeated blocks, in the report: units, what its graph leaves out, predicted memory."""
 
 from __future__ import annotations
 
@@ -66,44 +66,49 @@ def report_of(model=None, *, blocks="auto", prepare=lambda model: None, **option
     return dsgraph.report(model)
 
 
-def test_a_step_is_a_sequence_of_units(fake_ranks):
+def test_the_report_says_which_blocks_run_a_graph_and_what_the_step_keeps(fake_ranks):
     report = report_of()
     layers, head = report.units
     assert layers.modules == tuple(f"body.layers.{number}" for number in range(LAYERS))
-    (compiled, _) = (item.number for item in report.compiles if item.kind == "training")
-    assert (layers.graphs, layers.recompiles) == (((compiled,),), 0)
-    assert layers.parameters == tuple(f"body.layers.*.{name}" for name in ("up.weight", "up.bias", "down.weight"))
-    assert (head.modules, head.parameters, head.is_planned) == (("",), ("head.weight",), False)
-    assert layers.is_planned and layers.copy_bytes == 2 * SQUARE
-    assert [(item.count, item.sent_bytes) for item in layers.gather] == [(2, 2 * SQUARE * 7 // 8)]
-    kinds = {item.kind: (item.count, item.sent_bytes) for item in layers.reduction}
-    assert kinds == {"reduce_scatter_tensor": (2, 2 * SQUARE * 7 // 8), "all_reduce": (1, 4 * WIDTH * 2 * 7 // 8)}
-    assert (report.plan.blocks, report.plan.kept, report.plan.kept_bytes) == (LAYERS, "body.layers.2", 2 * SQUARE)
-    assert (report.plan.gathers_ahead, report.plan.exceptions) == (True, ())
+    compiled, of_head = (item.number for item in report.compiles if item.kind == "training")
+    assert (layers.graphs, head.graphs, head.modules) == (((compiled,),), ((of_head,),), ("",))
     text = " ".join(str(report).split())
-    assert f"body.layers.0 ... body.layers.2 (3) 3 {compiled} " in text
-    assert "uncompiled code between the units: forward (" in text
-    assert "parameters read outside graphs: body.embedding.weight" in text
-    assert "parameters are gathered while units before them compute" in text
+    assert f"compile {compiled}, run 3 times in a step: by body.layers.0 ... body.layers.2 (3)" in text
+    (step,) = (item for item in report.compiles if item.kind == "step")
+    sent = {(part.where.split()[0], item.kind): item.sent_bytes for part in report.step.parts for item in part.traffic}
+    around = (64 + 64) * WIDTH * 4 * 7 // 8  # the embedding and the head
+    blocks = 2 * SQUARE * 7 // 8
+    assert sent["forward", "all_gather_into_tensor"] == around + LAYERS * blocks
+    assert sent["backward", "reduce_scatter_tensor"] == around + LAYERS * blocks
+    assert sent["backward", "all_gather_into_tensor"] == LAYERS * blocks
+    assert step.activations.kept_names == ("head.weight",)  # the last unit's
+    assert "parameter read eagerly: body.embedding.weight" in text
 
 
-def test_a_model_of_one_graph_has_no_sequence(fake_ranks):
+def test_a_model_of_one_graph_is_one_unit(fake_ranks):
     report = report_of(blocks="none")
     assert [unit.modules for unit in report.units] == [("",)]
-    assert report.plan is None and "a training step runs" not in str(report)
+    assert "times in a step" not in str(report)
 
 
-def test_the_plan_says_what_it_leaves_out_and_why(fake_ranks):
+def outside_step(report):
+    kinds = ("step left its graph", "block without a graph of its own", "gradient reduced at once")
+    return [item for item in report.fallbacks if item.kind in kinds]
+
+
+def test_the_report_says_what_the_graph_of_the_step_leaves_out_and_why(fake_ranks):
+    assert not outside_step(report_of())
+    torch._dynamo.reset()
+
     def watch(model):
         model.body.layers[0].up.bias.register_hook(lambda grad: grad)
 
     report = report_of(Model(checkpointed=(1,)), prepare=watch, overlap_comm=False)
-    assert [unit.modules for unit in report.units if unit.is_block] == [("body.layers.0", "body.layers.2")]
-    assert not report.plan.gathers_ahead
-    idle, hooked = report.plan.exceptions
-    assert idle.what == "body.layers.1" and "in the graph of their caller" in idle.reason
+    assert [unit.modules for unit in report.units if len(unit.modules) > 1] == [("body.layers.0", "body.layers.2")]
+    idle, hooked = outside_step(report)
+    assert idle.what == "body.layers.1" and "in the graph of its caller" in idle.reason
     assert hooked.what == "body.layers.0.up.bias" and "hook" in hooked.reason
-    assert "of overlap_comm=False" in " ".join(str(report).split())
+    assert "prefetch_forward_gathers" not in {item.name for one in report.compiles for item in one.passes}
 
 
 def test_steps_that_leave_the_graph_of_the_step_are_told(fake_ranks):
@@ -112,8 +117,9 @@ def test_steps_that_leave_the_graph_of_the_step_are_told(fake_ranks):
     for skipped in (set(), set(), {1}):
         model.body.skipped = skipped
         compiled(torch.zeros(2, 8, dtype=torch.long)).backward()
-    (found,) = [item for item in dsgraph.report(model).plan.exceptions if item.what == "some steps"]
-    assert "left the graph of the step: call 2 was not" in found.reason
+    found, idle = outside_step(dsgraph.report(model))
+    assert found.kind == "step left its graph" and "call 2 was not" in found.reason
+    assert (idle.what, idle.count) == ("body.layers.1", 1)
 
 
 def test_the_memory_of_a_step_counts_all_parameters_once(fake_ranks):

@@ -11,10 +11,10 @@ from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.records import GraphRecord, NodeRecord, TransferRecord
 from dsgraph.tools.dumping.render import bytes_text, listed
+from dsgraph.tools.dumping.units import runs_of, runs_text
 
 from . import plots
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
-from .step_units import modules_that_run, runs_text
 from .timeline import Timeline, Transfer, critical_path, simulate
 from .timeline_plot import draw
 
@@ -36,7 +36,8 @@ def collectives(args: argparse.Namespace) -> Answer:
         if not any(timeline.transfers for _, _, timeline in timelines):
             raise CommandError("--plot: these graphs have no collectives and no transfers to draw")
         draw([(name, timeline) for name, _, timeline in timelines], _why, args.plot)
-    runs = {name: modules_that_run(dump, name) for name in names}
+    modules = runs_of(dump.units(names[0].rank))
+    runs = {name: modules.get(name.compile, ()) for name in names}
     parts = [_describe(f"{name}{runs_text(runs[name])}", graph, timeline) for name, graph, timeline in timelines]
     if args.graph is None and any(len(modules) > 1 for modules in runs.values()):
         of_step = {record.compile for record in dump.compiles(dump.ranks[0]) if record.is_step and record.in_step}

@@ -20,6 +20,7 @@ from dsgraph.tools.dumping.records import (
     NodeRecord,
     StepRecord,
 )
+from dsgraph.tools.dumping.units import UnitRun, units_of
 from dsgraph.utils.json_records import HeadRecord, RecordError, from_json_text
 from dsgraph.utils.nearest import near
 
@@ -80,6 +81,10 @@ class Dump:
         if key not in self._compiles:
             self._compiles[key] = _read(self._places[key] / "compile.json", COMPILE_FORMAT, CompileRecord)
         return self._compiles[key]
+
+    def units(self, rank: int) -> tuple[UnitRun, ...]:
+        """Return the units of a training step of a rank."""
+        return units_of([record for record in self.compiles(rank) if record.in_step and not record.is_step])
 
     def find(self, text: str) -> GraphName:
         """Return the graph that a user means.

@@ -10,11 +10,10 @@ from dsgraph.tools.cli.command import Answer, Command
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.records import CompileRecord
 from dsgraph.tools.dumping.render import bytes_text
-from dsgraph.tools.dumping.units import UnitRun, graphs_text, spelled
+from dsgraph.tools.dumping.units import runs_of, runs_text
 from dsgraph.utils.json_records import to_json
 
 from .dumps import Dump, add_dump_argument
-from .step_units import step_units
 
 _HEADERS = ["graph", "changed", "nodes", "coll.", "sent", "peak", "ms", "verify ms"]
 
@@ -29,40 +28,24 @@ def list_dump(folder: str | Path, *, rank: int | None = None) -> Answer:
     shown = dump.ranks[0] if rank is None else rank
     compiles = dump.compiles(shown) or [dump.compile(shown, 1)]
     others = [other for other in dump.ranks if other != shown]
-    units = step_units(compiles)
-    parts = [_sequence(units, compiles)] if any(unit.is_block for unit in units) else []
-    parts += [_describe(record) for record in compiles]
+    units = dump.units(shown)
+    runs = runs_of(units)
+    parts = [_describe(record, runs.get(record.compile, ())) for record in compiles]
     if others:
         parts.append(f"ranks {', '.join(map(str, others))} as well (--rank; `dsgraph ranks {folder}` compares them)")
     data = {"ranks": dump.ranks, "units": to_json(units), "compiles": [to_json(record) for record in compiles]}
     return Answer("\n\n".join(parts), data)
 
 
-def _sequence(units: Sequence[UnitRun], compiles: Sequence[CompileRecord]) -> str:
-    """Return the units of a step, each set of graphs once."""
-    known = {record.compile: record for record in compiles}
-    rows = []
-    for unit in units:
-        own = [known[numbers[-1]] for numbers in unit.graphs]
-        planned = dict.fromkeys(item.name for record in own for item in record.parameters if item.is_planned)
-        inside = dict.fromkeys(item.name for record in own for item in record.parameters if not item.is_planned)
-        name = spelled(unit.modules) if unit.is_block else unit.modules[0] or own[0].function
-        rows.append([name, str(len(unit.modules)), graphs_text(unit), str(len(planned)), str(len(inside))])
-    runs = sum(len(unit.modules) for unit in units)
-    headers = ["unit", "runs", "compile", "by the step", "by its own"]
-    return (
-        f"a training step runs {runs} units; their parameters are gathered by the graph of the step, or by their own\n"
-        f"{table(rows, headers, right=(1, 3, 4))}"
+def _describe(record: CompileRecord, modules: Sequence[str]) -> str:
+    planned = sum(item.is_planned for item in record.parameters)
+    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or "no shards"
+    parameters = (
+        f"{len(record.parameters)} parameters{f' ({planned} gathered by the graph of the step)' * bool(planned)}"
     )
-
-
-def _describe(record: CompileRecord) -> str:
-    planned = any(item.is_planned for item in record.parameters)
-    without = "gathered by the graph of the step" if planned else "no shards"
-    axes = ", ".join(f"{axis.name}={axis.size} ({axis.backend})" for axis in record.axes) or without
     head = (
-        f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}\n"
-        f"{axes}, {len(record.parameters)} parameters, codegen {record.codegen}, torch {record.torch}, {record.time}"
+        f"rank {record.rank} of {record.world}, compile {record.compile}: {record.function}{runs_text(modules)}\n"
+        f"{axes}, {parameters}, codegen {record.codegen}, torch {record.torch}, {record.time}"
     )
     remarks = [f"{step.graph} {note}" for step in record.steps for note in step.notes if note.startswith("refused: ")]
     return "\n".join([f"{head}\n{table(_rows(record), _HEADERS, right=range(1, 8))}", *remarks])

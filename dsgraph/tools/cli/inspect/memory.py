@@ -10,11 +10,11 @@ from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.records import CompileRecord, GraphRecord
 from dsgraph.tools.dumping.render import bytes_text
+from dsgraph.tools.dumping.units import runs_of, runs_text
 
 from . import plots
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, add_most_argument, chosen_graphs
 from .lifetimes import alive_at, allocator, by_origin
-from .step_units import modules_that_run, runs_text
 
 _ROWS = 16
 _WIDTH = 50
@@ -32,7 +32,8 @@ def memory(args: argparse.Namespace) -> Answer:
             raise CommandError(f"{name} never runs (an intermediate graph): name a forward or backward graph")
     if args.plot is not None:
         _plot(graphs, args.plot)
-    parts = [_describe(f"{name}{runs_text(modules_that_run(dump, name))}", graph, args.most) for name, graph in graphs]
+    runs = runs_of(dump.units(graphs[0][0].rank))
+    parts = [_describe(f"{name}{runs_text(runs.get(name.compile, ()))}", graph, args.most) for name, graph in graphs]
     plans = {(name.rank, name.compile): plan_of(dump.compile(name.rank, name.compile)) for name, _ in graphs}
     parts += [
         "\n".join([f"rank {rank}, compile {compiled}: tensors that the backward needs, under memory_limit", *lines])

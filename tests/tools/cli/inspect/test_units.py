@@ -17,15 +17,24 @@ def blocks_dump(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_list_begins_with_the_sequence_of_units(blocks_dump, call):
-    printed = call("ls", blocks_dump)
-    first, _, _, *rows = printed.out.partition("\n\n")[0].splitlines()
-    assert first.startswith("a training step runs 5 units")
+def test_the_list_says_which_blocks_run_a_graph_and_what_the_step_gathers(blocks_dump, call):
+    blocks, norm, *_ = call("ls", blocks_dump).out.split("\n\n")
+    assert "(Block.forward), run 3 times in a step: by blocks.0 ... blocks.2 (3)\n" in blocks
     # The step gathers four weights and reduces the gradients of two norms besides.
-    assert rows[0].split() == ["blocks.0", "...", "blocks.2", "(3)", "3", "1", "6", "0"]
-    assert rows[1].split() == ["norm", "1", "2", "1", "0"]
+    assert "\nno shards, 6 parameters (6 gathered by the graph of the step), codegen eager" in blocks
+    assert "run " not in norm and "\nno shards, 1 parameters (1 gathered by the graph of the step)" in norm
     units = call("ls", blocks_dump, "--json").json["units"]
     assert units[0]["modules"] == ["blocks.0", "blocks.1", "blocks.2"] and units[0]["graphs"] == [[1]]
+
+
+def test_the_graph_of_the_step_names_its_units(blocks_dump, call):
+    runs = [
+        node for node in read(blocks_dump / "rank0" / "compile4", "forward-0-before").nodes if "run_f" in node.target
+    ]
+    assert [node.module for node in runs[1:4]] == [runs[1].module] * 3
+    assert runs[1].module.startswith("blocks.")
+    assert "# blocks." in call("show", blocks_dump, "compile4/forward", "--module", "blocks.*").out
+    assert "blocks." in call("collectives", blocks_dump, "compile4/backward").out
 
 
 def test_graphs_of_blocks_have_the_names_of_the_model(blocks_dump):
@@ -53,5 +62,5 @@ def test_the_costs_of_a_step_count_each_run(blocks_dump, call):
     assert "run 3 times in a step" in call("memory", blocks_dump).out
 
 
-def test_a_dump_of_one_graph_has_no_sequence(gpt_dump, call):
-    assert "units" not in call("ls", gpt_dump).out
+def test_a_graph_that_runs_once_has_no_remark(gpt_dump, call):
+    assert "times in a step" not in call("ls", gpt_dump).out
