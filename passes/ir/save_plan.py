@@ -41,21 +41,18 @@ _POLICIES = {
     Choice.RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
     Choice.OFFLOAD: CheckpointPolicy.MUST_SAVE,
 }
-_WISHES = {CheckpointPolicy.PREFER_SAVE: Choice.SAVE, CheckpointPolicy.PREFER_RECOMPUTE: Choice.RECOMPUTE}
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The choices for a joint graph. The partitioner decides about values in neither mapping.
+    """The choices for a joint graph. The partitioner decides about other values.
 
     Attributes:
         choices: Node name -> the choice for its value.
-        wishes: Node name -> the choice that a checkpoint region prefers.
         tiers: Node name -> "host" or "disk", for each value to offload.
     """
 
     choices: Mapping[str, Choice]
-    wishes: Mapping[str, Choice] = field(default_factory=lambda: MappingProxyType({}))
     tiers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
@@ -63,9 +60,8 @@ class SavePlan:
         """Return the plan that is stored on the nodes of a joint graph."""
         tagged = [node for node in gm.graph.nodes if _KEY in node.meta]
         found = {node.name: choice for node in tagged for choice in Choice if must(node, choice)}
-        wishes = {node.name: _WISHES[node.meta[_KEY]] for node in tagged if node.meta[_KEY] in _WISHES}
         tiers = {node.name: tier for node in tagged if (tier := tier_of(node)) is not None}
-        return cls(choices=found, wishes=wishes, tiers=tiers)
+        return cls(choices=found, tiers=tiers)
 
     def write(self, gm: GraphModule) -> None:
         """Write the choices onto the nodes of a joint graph; other nodes keep theirs.

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,7 @@ class Bisection:
     def __init__(self, folder: Path, request: CompileRequest) -> None:
         settings = folder / SETTINGS
         self._tolerance = Tolerance(**json.loads(settings.read_text())) if settings.is_file() else Tolerance()
-        self._options = request.options
-        self._facts = request.facts
-        self._pipeline = request.pipeline
-        self._mode = request.mode
-        self._agreement = request.agreement
-        self._blocks = request.unit.blocks
-        self._is_new = request.is_new
+        self._request = replace(request, module=None, inputs=())  # the graph must not keep the model
         self._versions: list[_Version] = []
         self._may_stop = True
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -84,12 +78,12 @@ class Bisection:
     @property
     def may_hold_copies(self) -> bool:
         """False with CUDA graphs: a recording would copy tensors that are at another address in each step."""
-        return not records_cuda_graphs(self._options, self._mode)
+        return not records_cuda_graphs(self._request.options, self._request.mode)
 
     @property
     def outcome(self) -> CompileOutcome:
         """The outcome of the reference, which the program runs: it contains no passes."""
-        return CompileOutcome(unidentified=unidentified(self._options, self._pipeline))
+        return CompileOutcome(unidentified=unidentified(self._request.options, self._request.pipeline))
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile all versions; the result compares them at its first call, and computes what the reference does.
@@ -101,15 +95,15 @@ class Bisection:
             OptionError: Parameters of the graph are on disk.
             RuntimeError: The graph cannot be compiled even without passes.
         """
-        if any(info.tier for info in self._facts.params.values()):
+        if any(info.tier for info in self._request.facts.params.values()):
             raise OptionError(
                 "dsgraph bisect runs a graph several times, and parameters on disk change in each backward: take "
                 "'parameters' out of partition(offload=...) (in the engine, offload_param)"
             )
-        if not self._is_new:
+        if not self._request.is_new:
             return self._compile_reference(gm, inputs)
         self._begin(gm)
-        names = _input_names(gm, self._facts)
+        names = _input_names(gm, self._request.facts)
         run_reference = self._compile_reference(gm, inputs)
         planned = list(self._planned())
         for number, (version, pipeline) in enumerate(planned, start=1):
@@ -144,11 +138,11 @@ class Bisection:
             for node in module.graph.nodes
         )
         # Without an agreement ranks cannot stop together, so they must all run everything.
-        self._may_stop = self._agreement is not None or not communicates
+        self._may_stop = self._request.agreement is not None or not communicates
         self._result |= {
             "graph": len(list(self._folder.glob("graph*.json"))) + 1,
             "where": where(first)[0] if first is not None else "",
-            "blocks": self._blocks,
+            "blocks": self._request.unit.blocks,
             "training": torch.is_grad_enabled(),
             "called": False,
             "steps": [],
@@ -157,23 +151,24 @@ class Bisection:
         self._write()
 
     def _planned(self) -> Iterator[tuple[_Version, Pipeline]]:
-        passes: tuple[GraphPass, ...] = self._pipeline.passes
+        passes: tuple[GraphPass, ...] = self._request.pipeline.passes
         for count, item in enumerate(passes, start=1):
             yield _Version(item.name, item.phase.value, "eager"), Pipeline(passes[:count])
-        if self._options.codegen != "eager":
-            yield _Version(self._options.codegen, "codegen", self._options.codegen), self._pipeline
+        codegen = self._request.options.codegen
+        if codegen != "eager":
+            yield _Version(codegen, "codegen", codegen), self._request.pipeline
 
     def _compile(self, version: _Version, pipeline: Pipeline, gm: GraphModule, inputs: Sequence[Any]) -> None:
         changes: dict[str, Any] = {"codegen": version.codegen, "dump": None}
         if version.codegen == "eager":
             changes["inductor"] = {}
         else:  # so that it draws the random numbers that the reference draws
-            changes["inductor"] = {"fallback_random": True, **self._options.inductor}
+            changes["inductor"] = {"fallback_random": True, **self._request.options.inductor}
         compilation = Compilation(
-            self._options.model_copy(update=changes),
-            self._facts,
+            self._request.options.model_copy(update=changes),
+            self._request.facts,
             pipeline,
-            mode=None if version.codegen == "eager" else self._mode,
+            mode=None if version.codegen == "eager" else self._request.mode,
             boxed=version.watched,
         )
         try:
@@ -185,9 +180,9 @@ class Bisection:
             rank, problem = next(iter(failed.items()))
             version.problem = version.problem or f"{problem} (on rank {rank})"
             version.compiled = None
-        elif self._agreement is not None:
+        elif self._request.agreement is not None:
             try:
-                self._agreement.confirm("run different collectives", compilation.collectives)
+                self._request.agreement.confirm("run different collectives", compilation.collectives)
             except RanksDisagreeError as error:  # raised on all of them
                 version.problem, version.compiled = on_one_line(error), None
 
@@ -254,9 +249,9 @@ class Bisection:
 
     def _say(self, what: str, text: str) -> dict[int, str]:
         """Return rank -> text, for the ranks that have a text to report."""
-        if self._agreement is None:
+        if self._request.agreement is None:
             return {self._result["rank"]: text} if text else {}
-        return {rank: words for rank, words in self._agreement.exchange(what, text).items() if words}
+        return {rank: words for rank, words in self._request.agreement.exchange(what, text).items() if words}
 
     def _write(self) -> None:
         path = self._folder / f"graph{self._result['graph']}.json"

@@ -78,7 +78,8 @@ class Describer:
         if known is not None and is_known:
             alias, known_root, record = known[-3:]
         else:
-            alias = _alias(node) if around.ctx.phase is not Phase.CAPTURE else None
+            may_share = node.op == "call_function" and around.ctx.phase is not Phase.CAPTURE
+            alias = aliased_arguments(node)[0] if may_share else None
         root = ""
         if alias is not None:  # `node` makes no memory of its own: its (first) result lies in that of another
             root = around.roots[node] = around.roots.get(alias, alias.name)
@@ -193,10 +194,6 @@ def _transfer(node: Node, around: _Around) -> TransferRecord:
         seconds=ctx.costs.tier_seconds(tier, size),
         parameters=tuple(map(around.names.in_model, read)),
     )
-
-
-def _alias(node: Node) -> Node | None:
-    return aliased_arguments(node)[0] if node.op == "call_function" else None
 
 
 def _waits(node: Node) -> list[Node]:

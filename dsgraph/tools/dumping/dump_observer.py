@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,27 +39,21 @@ class _Dumping(CompileWatch):
 
     def __init__(self, folder: DumpFolder, request: CompileRequest) -> None:
         # Not the request: what is compiled keeps this, and would keep the model.
-        self._folder = folder
-        self._options = request.options
-        self._facts = request.facts
-        self._function = f"{request.function}{request.capture.after}"
-        self._unit = request.unit
-        self._in_step = torch.is_grad_enabled()
-        self._has_begun = False
+        self._begin: Callable[[], GraphDump | None] | None = partial(
+            folder.begin,
+            request.facts,
+            of=f"{request.function}{request.capture.after}",
+            codegen=request.options.codegen,
+            strict=request.options.strict,
+            most=request.options.dump_compiles,
+            unit=request.unit,
+            in_step=torch.is_grad_enabled(),
+        )
         self._dump: GraphDump | None = None
 
     def write(self, gm: GraphModule, ctx: PassContext, *, number: int, record: PassRecord | None) -> None:
         """Write the graph, unless enough compiles were dumped."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._dump = self._folder.begin(
-                self._facts,
-                of=self._function,
-                codegen=self._options.codegen,
-                strict=self._options.strict,
-                most=self._options.dump_compiles,
-                unit=self._unit,
-                in_step=self._in_step,
-            )
+        if self._begin is not None:
+            self._dump, self._begin = self._begin(), None
         if self._dump is not None:
             self._dump.write(gm, ctx, number=number, record=record)

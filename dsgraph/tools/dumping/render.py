@@ -74,7 +74,7 @@ def render_node(node: NodeRecord, *, paint: Paint = plain) -> str:
         return f"{paint('name', node.name)}{kind}{end}"
     if node.op == "output":
         return f"return {without_marks(node.args)}{end}"
-    called = "" if node.op == "get_attr" else f"({_arguments(node)})"
+    called = "" if node.op == "get_attr" else f"({without_marks(node.args)})"
     return f"{paint('name', node.name)}{kind} = {paint('op', _callee(node))}{called}{end}"
 
 
@@ -95,10 +95,6 @@ def _callee(node: NodeRecord) -> str:
     return f"self.{node.target}" if node.op in ("get_attr", "call_module") else node.target
 
 
-def _arguments(node: NodeRecord) -> str:
-    return without_marks(node.args)
-
-
 def bytes_text(size: float | None) -> str:
     """Return `1.50 MB`, three digits, in powers of ten; "?" when unknown."""
     if size is None:
@@ -110,6 +106,11 @@ def bytes_text(size: float | None) -> str:
 
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def ms_text(seconds: float) -> str:
+    """Return seconds as milliseconds, three digits: `0.526`."""
+    return f"{1000 * seconds:.3g}"
 
 
 def listed(items: Iterable[str], *, most: int = 3) -> str:

@@ -10,7 +10,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -188,4 +188,4 @@ class Emission:
 
     def _write(self, record: EmittedGraph) -> None:
         path = self._target.records / f"graph{record.graph}-{record.phase}-{record.arch}.json"
-        write_whole(path, json.dumps(record.to_dict()).encode())
+        write_whole(path, json.dumps(asdict(record)).encode())

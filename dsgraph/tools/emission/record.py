@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -118,10 +118,6 @@ class EmittedGraph:
     problem: str | None = None
     kernels: tuple[KernelRecord, ...] = ()
     collectives: dict[str, int] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the graph as plain data for JSON."""
-        return asdict(self)
 
 
 def describe_kernel(kernel: ScheduledKernel, configurations: Sequence[Configuration], gpu: Gpu) -> KernelRecord:

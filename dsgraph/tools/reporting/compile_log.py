@@ -93,14 +93,12 @@ class GivenUp:
     Attributes:
         function: The function.
         place: Where in it compiling failed.
-        kind: The kind of error that Dynamo names.
         reason: Torch's reason, its first sentences.
         callers: File and line of each of the user's frames on the way there.
     """
 
     function: SourceLine
     place: SourceLine
-    kind: str
     reason: str
     callers: tuple[tuple[str, int], ...]
 
@@ -241,7 +239,6 @@ class CompileLog:
         return GivenUp(
             function=function,
             place=SourceLine(file, line or 0, function.function) if is_users else function,
-            kind=str(metric.fail_type),
             reason=reason,
             callers=tuple((file, int(line)) for line, file in stack if not is_torchs(file)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Report(ReportRecord):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as dicts, lists, strings, numbers, booleans and None."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
 
@@ -179,11 +180,3 @@ def _compile(record: CompileEntry) -> Compile:
         graphs=record.graphs,
         activations=record.activations,
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

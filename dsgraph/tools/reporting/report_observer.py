@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch.fx import GraphModule
 
@@ -83,11 +80,8 @@ class _Measuring(CompileWatch):
         self._log.add(record, owners_among(request.inputs, request.module))
 
 
-def _reads_held(inputs: Sequence[Any]) -> bool:
-    return any(part.zero.copy_lifetime is CopyLifetime.USE for part in partitions_among(inputs))
-
-
 def _record(request: CompileRequest, measured: Measurements, outcome: CompileOutcome) -> CompileEntry:
+    held = (part.zero.copy_lifetime is CopyLifetime.USE for part in partitions_among(request.inputs))
     return CompileEntry(
         number=request.number,
         capture=request.capture,
@@ -99,7 +93,7 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         training=request.trains,
         is_step=request.facts.is_step,
         reduces=bool(request.facts.params or request.facts.block_params),
-        reads_held=request.reads_held or _reads_held(request.inputs),
+        reads_held=request.reads_held or any(held),
         from_cache=outcome.from_cache,
         unidentified=outcome.unidentified,
         passes=outcome.passes,

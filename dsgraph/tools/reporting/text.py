@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dsgraph.passes.memory.fit import PLANNED
 from dsgraph.passes.memory.offload import OffloadActivations
@@ -17,7 +17,7 @@ from .measure import Activations
 from .predicted_memory import Memory
 from .report_record import Compile, Parameter, ReportRecord
 
-_OFFLOADED = OffloadActivations().name
+_TITLES = {PLANNED: "activations", OffloadActivations().name: "offloaded"}
 
 
 def write_report(report: ReportRecord) -> str:
@@ -48,9 +48,7 @@ def write_report(report: ReportRecord) -> str:
                 for item in report.fallbacks
             ],
         ),
-        _list("activations", [(f"compile {item.number}", line) for item in report.compiles for line in _planned(item)]),
-        _list("offloaded", [(f"compile {item.number}", line) for item in report.compiles for line in _offloaded(item)]),
-        _list("kernels", [(f"compile {item.number}", line) for item in report.compiles for line in _done(item)]),
+        *(_list(title, _done(report.compiles, title)) for title in ("activations", "offloaded", "kernels")),
         _list("near misses", [(_where(item), item.note) for item in report.near_misses]),
         _list(
             "checkpoint regions",
@@ -66,16 +64,12 @@ def write_report(report: ReportRecord) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-def _done(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name not in (PLANNED, _OFFLOADED)]
-
-
-def _planned(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name == PLANNED]
-
-
-def _offloaded(item: Compile) -> list[str]:
-    return [line for each in item.passes for line in each.done if each.name == _OFFLOADED]
+def _done(compiles: Sequence[Compile], title: str) -> Iterator[tuple[str, str]]:
+    """Yield what passes did whose lines are listed under a title."""
+    for item in compiles:
+        for each in item.passes:
+            if _TITLES.get(each.name, "kernels") == title:
+                yield from ((f"compile {item.number}", line) for line in each.done)
 
 
 def _where(item: PassNote) -> str:

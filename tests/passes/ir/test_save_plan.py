@@ -35,7 +35,7 @@ def test_torchs_partitioner_reads_the_plan():
 def test_what_a_checkpoint_region_wishes_is_no_choice():
     gm, sin, _, _ = _graph()
     sin.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    assert SavePlan.of(gm) == SavePlan(choices={}, wishes={"sin": Choice.RECOMPUTE})
+    assert SavePlan.of(gm) == SavePlan(choices={})
     assert is_recomputed(sin) and not must(sin, Choice.RECOMPUTE)
 
 

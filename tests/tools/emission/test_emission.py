@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -184,4 +185,4 @@ def test_constants_views_writes_and_dynamic_sizes(emitting):
 
 def test_a_record_is_plain_data():
     record = EmittedGraph(1, "forward", "sm_90", "H100", "model.py:3 (f)", problem="none")
-    assert json.loads(json.dumps(record.to_dict()))["problem"] == "none"
+    assert json.loads(json.dumps(asdict(record)))["problem"] == "none"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.dumping.records import GraphRecord, NodeRecord, TransferRecord
-from dsgraph.tools.dumping.render import bytes_text, listed
+from dsgraph.tools.dumping.render import bytes_text, listed, ms_text
 from dsgraph.tools.dumping.units import runs_of, runs_text
 
 from . import plots
@@ -55,7 +56,9 @@ def _total(timelines: list[tuple[int, Timeline]], of_step: list[Timeline]) -> st
     count = sum(runs * len(timeline.collectives) for runs, timeline in all_runs)
     sent = sum(runs * _sent(timeline) for runs, timeline in all_runs)
     seconds = sum(runs * timeline.seconds for runs, timeline in ([(1, each) for each in of_step] or timelines))
-    return f"all graphs of a step: {count} collectives, {bytes_text(sent)} sent per rank; predicted {_ms(seconds)} ms"
+    return (
+        f"all graphs of a step: {count} collectives, {bytes_text(sent)} sent per rank; predicted {ms_text(seconds)} ms"
+    )
 
 
 def _sent(timeline: Timeline) -> int:
@@ -73,7 +76,8 @@ def _describe(name: str, graph: GraphRecord, timeline: Timeline) -> str:
     computing = sum(end - start for _, start, end in timeline.computed)
     return (
         f"{name}: {len(timeline.collectives)} collectives, {bytes_text(sent)} sent per rank; predicted "
-        f"{_ms(timeline.seconds)} ms, of which {_ms(computing)} ms compute and {_ms(timeline.exposed)} ms wait"
+        f"{ms_text(timeline.seconds)} ms, of which {ms_text(computing)} ms compute and "
+        f"{ms_text(timeline.exposed)} ms wait"
         f"{_queue(timeline)}\n{listing}\n"
         f"critical path: {len(path)} nodes, of them collectives: {listed([node.name for node in on_path]) or 'none'}"
         f"{_moves(timeline)}"
@@ -89,7 +93,7 @@ def _moves(timeline: Timeline) -> str:
         found = move.node.transfer
         assert found is not None
         total += found.bytes
-        times = [_ms(seconds) for seconds in (found.seconds, move.exposed, move.queued)]
+        times = [ms_text(seconds) for seconds in (found.seconds, move.exposed, move.queued)]
         rows.append([move.node.name, found.tier, _why(move.node), bytes_text(found.bytes), *times, _overlaps(move)])
     headers = ["node", "tier", "why", "bytes", "ms", "exposed ms", "queued ms", "overlaps with"]
     listing = table(rows, headers, right=(3, 4, 5, 6))
@@ -99,24 +103,16 @@ def _moves(timeline: Timeline) -> str:
 def _queue(timeline: Timeline) -> str:
     """Return how much of the waiting is queueing for other transfers, before the awaited one has begun."""
     queued = sum(transfer.queued for transfer in timeline.transfers)
-    return f" ({_ms(queued)} ms of it in the queue behind other collectives)" if queued else ""
+    return f" ({ms_text(queued)} ms of it in the queue behind other collectives)" if queued else ""
 
 
 def _row(transfer: Transfer) -> list[str]:
     found = transfer.node.collective
     assert found is not None
     axis = f"{found.axis} ({found.ranks})" if found.axis else f"group {found.group}"
-    return [
-        transfer.node.name,
-        found.kind,
-        _why(transfer.node),
-        axis,
-        bytes_text(found.sent),
-        _ms(found.seconds or 0.0),
-        _ms(transfer.exposed),
-        _ms(transfer.queued),
-        _overlaps(transfer),
-    ]
+    times = [ms_text(seconds) for seconds in (found.seconds or 0.0, transfer.exposed, transfer.queued)]
+    what = [transfer.node.name, found.kind, _why(transfer.node), axis, bytes_text(found.sent)]
+    return [*what, *times, _overlaps(transfer)]
 
 
 def _why(node: NodeRecord) -> str:
@@ -136,43 +132,28 @@ def _overlaps(transfer: Transfer) -> str:
     return listed([place for place, _ in seconds.most_common()], most=2)
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}"
-
-
 def _data(name: GraphName, graph: GraphRecord, timeline: Timeline, runs: int) -> dict[str, Any]:
-    rows = []
-    for transfer in timeline.collectives:
-        found = transfer.node.collective
-        assert found is not None
-        rows.append(
-            {
-                "node": transfer.node.name,
-                "kind": found.kind,
-                "why": _why(transfer.node),
-                "parameters": list(found.parameters),
-                "group": found.group,
-                "axis": found.axis,
-                "ranks": found.ranks,
-                "sent": found.sent,
-                "seconds": found.seconds,
-                "start": transfer.start,
-                "end": transfer.end,
-                "exposed": transfer.exposed,
-                "queued": transfer.queued,
-                "overlaps_with": [node.name for node in transfer.behind],
-            }
-        )
-    moves = []
-    for move in timeline.moves:
-        moved = move.node.transfer
-        assert moved is not None
-        times = {"start": move.start, "end": move.end, "exposed": move.exposed, "queued": move.queued}
-        what: dict[str, Any] = {"node": move.node.name, "kind": moved.kind, "why": _why(move.node), "tier": moved.tier}
-        moves.append({**what, "bytes": moved.bytes, "seconds": moved.seconds, **times})
-    path = [node.name for node in critical_path(graph)]
-    found_ones = {"collectives": rows, "transfers": moves, "critical_path": path}
-    return {"graph": str(name), "runs": runs, "seconds": timeline.seconds, **found_ones}
+    return {
+        "graph": str(name),
+        "runs": runs,
+        "seconds": timeline.seconds,
+        "collectives": list(map(_transfer_data, timeline.collectives)),
+        "transfers": list(map(_transfer_data, timeline.moves)),
+        "critical_path": [node.name for node in critical_path(graph)],
+    }
+
+
+def _transfer_data(transfer: Transfer) -> dict[str, Any]:
+    return {
+        "node": transfer.node.name,
+        "why": _why(transfer.node),
+        **asdict(transfer.node.collective or transfer.node.transfer or _NOTHING),
+        "start": transfer.start,
+        "end": transfer.end,
+        "exposed": transfer.exposed,
+        "queued": transfer.queued,
+        "overlaps_with": [node.name for node in transfer.behind],
+    }
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -37,9 +37,7 @@ def ranks(args: argparse.Namespace) -> Answer:
         partings += [parting] if parting is not None else []
     data = {
         "ranks": dump.ranks,
-        "differences": [
-            {"rank": item.rank, "where": item.where, "first": item.first, "other": item.other} for item in partings
-        ],
+        "differences": [vars(item) for item in partings],
         "nodes_of_other_size": sizes,
     }
     if not partings:

@@ -81,7 +81,7 @@ def simulate(graph: GraphRecord) -> Timeline:
             started_by[node.name] = node.name
         elif node.target == "operator.getitem" and node.inputs[0] in started_by:
             started_by[node.name] = started_by[node.inputs[0]]  # one result of a coalesced collective
-        elif _is_wait(node) and node.inputs and node.inputs[0] in started_by:
+        elif node.target.endswith(_WAITS) and node.inputs and node.inputs[0] in started_by:
             name = started_by[node.inputs[0]]
             _, begin, end = started[name]
             exposed[name] = exposed.get(name, 0.0) + max(0.0, end - now)
@@ -130,10 +130,6 @@ def _seconds(node: NodeRecord) -> float:
     if node.collective is not None:
         return node.collective.seconds or 0.0
     return node.transfer.seconds if node.transfer is not None else node.seconds
-
-
-def _is_wait(node: NodeRecord) -> bool:
-    return node.target.endswith(_WAITS)
 
 
 def _between(computed: Sequence[tuple[NodeRecord, float, float]], begin: float, end: float) -> tuple[NodeRecord, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsgraph.tools.dumping.records import NodeRecord
+from dsgraph.tools.dumping.render import ms_text
 
 from . import plots
 from .dumps import GraphName
@@ -79,12 +80,12 @@ def _draw_lanes(axis: Any, name: GraphName, timeline: Timeline, why: Callable[[N
     for number, transfer in enumerate(_to_name(timeline), start=1):
         middle = 1000 * (transfer.end - transfer.exposed / 2)
         axis.text(middle, top + _BAR + 1, str(number), fontsize=7, ha="center", color="tab:red")
-        legend.append(f"{number}: {_ms(transfer.exposed)} ms for {why(transfer.node)}")
+        legend.append(f"{number}: {ms_text(transfer.exposed)} ms for {why(transfer.node)}")
     axis.set_yticks([_LANE * lane + _BAR / 2 for lane in range(len(groups) + 1)], [*reversed(groups), "compute"])
     axis.set_ylim(-1, top + _BAR + 5)
     axis.set_xlim(0, max(1000 * timeline.seconds, 1e-6))
     axis.set_xlabel("predicted ms" + "\n".join(legend), fontsize=7, linespacing=1.4)
-    axis.set_title(f"{name}\n{_ms(timeline.seconds)} ms, {_ms(timeline.exposed)} ms of it exposed", fontsize=9)
+    axis.set_title(f"{name}\n{ms_text(timeline.seconds)} ms, {ms_text(timeline.exposed)} ms of it exposed", fontsize=9)
 
 
 def _bars(axis: Any, spans: Iterable[Span], bottom: float, colour: str, label: str | None) -> None:
@@ -127,7 +128,3 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
         elif end > start:
             merged.append((start, end))
     return merged
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}"

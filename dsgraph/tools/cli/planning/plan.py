@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.utils.errors import LayoutError
 
 if TYPE_CHECKING:
-    from dsgraph.parallel.planning.gpus import NodeGpu
-    from dsgraph.parallel.planning.layout import ModelShape, RankLayout, TrainingSetup
+    from dsgraph.parallel.planning.layout import RankLayout
 
 _AXES = ("tp", "pp", "dp")
 
@@ -49,26 +49,18 @@ def _run(arguments: argparse.Namespace) -> Answer:
             text = plan_text.plan_text(item, model, training, gpu=gpu, explain=arguments.explain)
             data = plan_text.plan_data(item, explain=arguments.explain)
             if arguments.compile:
-                captured_text, data["captured"] = _captured(model, layout, training, gpu=gpu)
-                text = f"{text}\n\n{captured_text}"
+                from dsgraph.tools.planning.captured_layout import compare
+
+                from .plan_captured import captured_text
+
+                compared = compare(model, layout, training, gpu=gpu)
+                text, data["captured"] = f"{text}\n\n{captured_text(compared)}", asdict(compared)
             return Answer(text, data, code=int(not item.fits))
         found = search(model, training, gpu=gpu, gpus=arguments.gpus)
         text = plan_text.search_text(found, model, training, gpu=gpu, explain=arguments.explain)
         return Answer(text, plan_text.search_data(found, explain=arguments.explain), code=int(not found.fitting))
     except LayoutError as error:
         raise CommandError(str(error)) from None
-
-
-def _captured(
-    model: ModelShape, layout: RankLayout, training: TrainingSetup, *, gpu: NodeGpu
-) -> tuple[str, dict[str, Any]]:
-    """Return what `--compile` adds to the answer, as text and as data."""
-    from dsgraph.tools.planning.captured_layout import compare
-
-    from . import plan_captured
-
-    found = compare(model, layout, training, gpu=gpu)
-    return plan_captured.captured_text(found), plan_captured.captured_data(found)
 
 
 def _layout(arguments: argparse.Namespace) -> RankLayout | None:

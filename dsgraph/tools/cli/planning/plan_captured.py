@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from dsgraph.parallel.planning.gpus import GIB
 from dsgraph.tools.cli.table import table
 from dsgraph.tools.planning.captured_layout import PARTS, Comparison
@@ -27,11 +24,6 @@ def captured_text(found: Comparison) -> str:
         f"{two.nodes} nodes, in {one.seconds + two.seconds:.0f} s; repeated for {found.layers:.4g} layers\n"
         f"{table(rows, ['GiB per GPU, layers only', 'captured', 'formula', 'differs'], right=(1, 2, 3))}\n{_WHY}"
     )
-
-
-def captured_data(found: Comparison) -> dict[str, Any]:
-    """Return the same in bytes."""
-    return asdict(found)
 
 
 def _off(found: Comparison, part: str) -> str:
