@@ -703,9 +703,14 @@ BLOCKS = (
         killers=("tests/distributed/test_blocks.py",),
     ),
     Mutant(
-        *("profile-shares-blocks", "dsgraph/engine/config/options_of_config.py", "missing check"),
-        *("partition_options", "settings.flops_profiler.enabled", "False"),
-        killers=("tests/engine/config/test_options_of_config.py",),
+        *("recomputed-flops", "dsgraph/compiler/module_flops.py", "missing check"),
+        *("_Counting._add", "not torch.is_grad_enabled()", "True"),
+        killers=("tests/compiler/test_module_flops.py",),
+    ),
+    Mutant(
+        *("plan-of-other-layers", "dsgraph/partitioning/step/step_plan.py", "missing check"),
+        *("StepPlans.choose", "if plan.record.kind == self.kind", ""),
+        killers=("tests/engine/techniques/test_layer_drop.py",),
     ),
     Mutant(
         *("chosen-codegen-ignored", "dsgraph/compiler/around_blocks.py", "missing check"),

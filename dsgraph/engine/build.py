@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -25,6 +24,7 @@ from dsgraph.optim.full_matrix import whole_where_needed
 from dsgraph.optim.hooks import Groups
 from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
+from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
 from dsgraph.ranks.mesh import resolve_mesh
@@ -289,11 +289,13 @@ def build_engine(made: BuiltOptimizer) -> Engine:
 
 
 def _compiled(built: BuiltModel, model: nn.Module) -> Callable[..., Any]:
-    """Return the function that runs the model: compiled as one, compiled in blocks, or itself."""
-    backend, options = built.logger.graphs or "dsgraph", built.resolved.options
-    compiles = partial(torch.compile, backend=backend, options=options, **isolated())
-    is_compiled = built.resolved.settings.dsgraph.compile
+    """Return the function that runs the model: compiled, or itself."""
+    changes = False  # from step to step
     if built.layer_drop is not None:
-        built.layer_drop.take_over(compiles if is_compiled else None)
+        built.layer_drop.take_over()
+        changes = built.layer_drop.is_own and not any(map(is_block, model.modules()))
+    if changes or not built.resolved.settings.dsgraph.compile:
         return model
-    return compiles(model) if is_compiled else model
+    backend, options = built.logger.graphs or "dsgraph", built.resolved.options
+    how: dict[str, Any] = {"backend": backend, "options": options, **isolated()}
+    return torch.compile(model, **how)

@@ -17,14 +17,6 @@ Bytes = Annotated[int | float, BeforeValidator(read_bytes)]
 _STATE = "zero_optimization.offload_optimizer"
 _ALL_ON_HOST = "an update is delayed where all of the state is on the host"
 _BELOW_CPU = Needs(MODEL_DEVICE, (), "below the CPU is the disk: use dsgraph.offload_folder", other_than="cpu")
-_APART = tuple(
-    Needs(key, values, why, note=NO_EFFECT, not_for="none")
-    for key, values, why in (
-        ("dsgraph.compile", (True,), "nothing is compiled"),
-        ("flops_profiler.enabled", (False,), "the profile counts the operations of each block apart"),
-        ("progressive_layer_drop.enabled", (False,), "blocks that may be skipped are graphs of their own already"),
-    )
-)
 _PLANNED = (
     Needs("dsgraph.memory_limit", (), "what does not fit into half of it is offloaded"),
     Needs(f"{_STATE}.device", ("none",), "the plan decides what is offloaded"),
@@ -49,7 +41,7 @@ class DsgraphConfig(Section):
         None,
         "repeated blocks that are compiled once, see `dsgraph.partition`: `auto`, `none`, or names of lists of modules",
         argument="blocks",
-        needs=_APART,
+        needs=(Needs("dsgraph.compile", (True,), "nothing is compiled", note=NO_EFFECT, not_for="none"),),
         stages=True,
     )
     memory_limit: Bytes | None = key(

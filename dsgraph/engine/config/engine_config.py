@@ -103,11 +103,7 @@ class Bf16Config(Section):
 class FlopsProfilerConfig(Section):
     """A profile of the operations of each module, printed once: see docs/reference/engine.md."""
 
-    enabled: bool = key(
-        False,
-        "write the profile",
-        needs=(Needs("dsgraph.compile", (True,), "it counts the operations of compiled graphs"),),
-    )
+    enabled: bool = key(False, "write the profile")
     profile_step: int = key(1, "number of the step after which the profile is written", ge=1)
     module_depth: int = key(-1, "largest module depth in the table; -1: all depths", ge=-1)
     top_modules: int = key(1, "number of modules per depth in the table", ge=1)

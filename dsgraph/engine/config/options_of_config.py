@@ -15,8 +15,6 @@ from .key import entries_of, is_set, value_at
 def partition_options(settings: EngineConfig) -> dict[str, Any]:
     """Return the arguments of `partition`."""
     found = {"stage": settings.zero_optimization.stage, **_set_by_keys(settings, "argument")}
-    if settings.flops_profiler.enabled or settings.progressive_layer_drop.enabled:
-        found["blocks"] = "none"  # the profile counts blocks apart; a block that may be skipped is a graph already
     if "param_dtype" in found:
         found["cast_forward_inputs"] = False  # the engine casts them, before the compiled model
     return found

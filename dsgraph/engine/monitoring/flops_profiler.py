@@ -1,14 +1,15 @@
 """The FLOPS profiler: parameters, operations and time of each module, for one micro-batch of one rank.
 
-Operations are counted in the captured graphs (`dsgraph.compiler.module_flops`). Compiled code has no module boundaries,
-so latency is measured in an additional uncompiled forward, without gradients.
+Compiled code has no module boundaries, and equal blocks share a graph. Operations are therefore counted in a copy of
+the model on fake tensors (`dsgraph.compiler.module_flops`), and latency is measured in an additional uncompiled
+forward, without gradients. What is compiled, and how, does not depend on the profile.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,12 @@ import torch
 from torch import nn
 
 from dsgraph.checkpoint.step_counts import StepCounts
-from dsgraph.compiler.module_flops import Modules
+from dsgraph.compiler.module_flops import ModuleFlops, model_flops
 from dsgraph.engine.config.engine_config import FlopsProfilerConfig
 from dsgraph.partitioning.state import PartitionState
-from dsgraph.utils.errors import ConfigError
+from dsgraph.utils.errors import ConfigError, on_one_line
 from dsgraph.utils.files import write_whole
 
-from .flop_counter import CountedGraphs
 from .profile_text import profile_text
 
 
@@ -66,15 +66,15 @@ class FlopsProfiler:
         modules: The profile, in the order of `named_modules()`; empty before its step.
     """
 
-    def __init__(self, section: FlopsProfilerConfig, graphs: CountedGraphs, *, is_first: bool) -> None:
+    def __init__(self, section: FlopsProfilerConfig, *, is_first: bool) -> None:
         """Create a profiler.
 
         Raises:
             ConfigError: The output file cannot be written.
         """
-        self._section, self._graphs, self._is_first = section, graphs, is_first
+        self._section, self._is_first = section, is_first
         self._seconds: Mapping[str, float] | None = None
-        self._runs: Sequence[int] = ()
+        self._flops, self._unknown = ModuleFlops(), ""
         self.modules: tuple[ModuleProfile, ...] = ()
         if section.output_file is not None and is_first:
             self._write("the profile is not available yet")
@@ -91,18 +91,21 @@ class FlopsProfiler:
         is_step = counts.steps == self._section.profile_step and counts.micro % micro_batches == 0
         return is_step and self._seconds is None
 
-    def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def measure(
+        self, model: nn.Module, partition: PartitionState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Run the model once more, uncompiled; random numbers and buffers are restored. All ranks call it."""
-        self._runs = self._graphs.runs()
         self._seconds = latencies(model, args, kwargs)
+        try:
+            self._flops = model_flops(model, partition.parameters, args, kwargs)
+        except Exception as error:  # a failed count must not end training: the error is shown with the profile
+            self._unknown = on_one_line(error)[:200]
 
-    def step_is_over(self, model: nn.Module, partition: PartitionState, micro_batches: int) -> None:
+    def step_is_over(self, model: nn.Module, partition: PartitionState) -> None:
         """Make and write the profile, if this was its step."""
         if self._seconds is None or self.modules:
             return
-        flops = self._graphs.since(self._runs)
-        forward = _by_name(flops.forward, model, micro_batches)
-        backward = _by_name(flops.backward, model, micro_batches)
+        forward, backward = _with_outer(self._flops.forward), _with_outer(self._flops.backward)
         parameters = _parameters(model, partition)
         seconds = self._seconds
         self.modules = tuple(
@@ -113,7 +116,7 @@ class FlopsProfiler:
         )
         if not self._is_first:
             return
-        text = profile_text(self.modules, self._section, unknown=self._graphs.unknown)
+        text = profile_text(self.modules, self._section, unknown=self._unknown)
         if self._section.output_file is not None:
             self._write(text)
         else:
@@ -133,14 +136,12 @@ def _outer(name: str) -> Iterator[str]:
         yield ".".join(parts[:count])
 
 
-def _by_name(flops: Mapping[Modules, int], model: nn.Module, micro_batches: int) -> dict[str, int]:
-    names = {id(module): name for name, module in model.named_modules()}
+def _with_outer(flops: Mapping[str, int]) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
-    for modules, operations in flops.items():
-        innermost = next((names[number] for number in reversed(modules) if number in names), "")
+    for innermost, operations in flops.items():
         for name in _outer(innermost):
             found[name] += operations
-    return defaultdict(int, {name: operations // micro_batches for name, operations in found.items()})
+    return found
 
 
 def _parameters(model: nn.Module, partition: PartitionState) -> dict[str, int]:

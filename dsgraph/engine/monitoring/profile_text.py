@@ -52,7 +52,7 @@ def profile_text(modules: Sequence[Profiled], section: FlopsProfilerConfig, *, u
     Args:
         modules: The modules, the model first.
         section: The settings of the profile.
-        unknown: Why some operations could not be counted.
+        unknown: Why operations could not be counted; empty if they were.
     """
     model = modules[0]
     parts = [
@@ -68,7 +68,7 @@ def profile_text(modules: Sequence[Profiled], section: FlopsProfilerConfig, *, u
         ),
     ]
     if unknown:
-        parts.append(f"some operations are not counted: {unknown}")
+        parts.append(f"operations are not counted: {unknown}")
     parts.append(_of_depths(modules, section))
     if section.detailed:
         parts.append(_tree(modules))

@@ -56,12 +56,10 @@ class StepLogger:
         self._writes = config.tensorboard.enabled or config.csv_monitor.enabled or bool(config.dsgraph.metrics_file)
         self.stopwatch = Stopwatch(device, is_on=config.wall_clock_breakdown)
         self._collectives = CollectiveTimes(device)
-        counts = config.dsgraph.compile and (config.flops_profiler.enabled or bool(config.steps_per_print))
-        self.graphs = CountedGraphs() if counts else None
+        self.graphs = CountedGraphs() if config.dsgraph.compile and config.steps_per_print else None
         self.profiler = None
         if config.flops_profiler.enabled:
-            assert self.graphs is not None, "read_config has seen to it"
-            self.profiler = FlopsProfiler(config.flops_profiler, self.graphs, is_first=self._is_first)
+            self.profiler = FlopsProfiler(config.flops_profiler, is_first=self._is_first)
         self._loss: Tensor | None = None
         self._memory: dict[str, int] = {}
         self._under_way: dict[str, float] = {}
@@ -78,7 +76,7 @@ class StepLogger:
         """Return a context for the forward of a micro-batch in training."""
         self.count_tokens(args, kwargs)
         if self.profiler is not None and self.profiler.is_due(state.counts, self._resolved.batch.micro_batches):
-            self.profiler.measure(state.module, args, kwargs)
+            self.profiler.measure(state.module, state.partition, args, kwargs)
         if self._resolved.config.wall_clock_breakdown and self._is_due(state.counts.steps + 1):
             self._collectives.begin()
         return self.stopwatch.part("forward")
@@ -110,7 +108,7 @@ class StepLogger:
         self._steps += 1
         self.stopwatch.step_is_over()
         if self.profiler is not None:
-            self.profiler.step_is_over(state.module, state.partition, self._resolved.batch.micro_batches)
+            self.profiler.step_is_over(state.module, state.partition)
         is_due = self._is_due(steps)
         loss, self._loss = self._loss, None
         if not is_due and not self._writes:
@@ -139,7 +137,7 @@ class StepLogger:
         return float(sum_over(loss.detach(), groups)) / math.prod(group.size for group in groups)
 
     def _work(self) -> Work:
-        flops = self.graphs.total() if self.graphs is not None and self.graphs.graphs else None
+        flops = self.graphs.total or None if self.graphs is not None else None
         return Work(self._steps * self._resolved.batch.step, self._tokens, flops)
 
     def _write(self, state: TrainingState, loss: float, times: dict[str, float]) -> None:

@@ -69,6 +69,11 @@ class ProgressiveLayerDrop:
         """Return theta(t) at the last forward: the limit of the last block's probability of being kept."""
         return self._theta
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The paths of the blocks that the running micro-batch skips."""
+        return tuple(block.path for block in self.blocks if block.is_left_out)
+
     def get_state(self) -> dict[str, Any]:
         """Return the keyword arguments of a model that drops layers itself."""
         return dict(zip(_OWN, (True, self._theta), strict=True))
@@ -101,22 +106,18 @@ class ProgressiveLayerDrop:
     def note(self, *, compiles: bool, in_stages: bool = False) -> str:
         """Return the line that is printed about layer dropping."""
         if self.is_own:
-            uncompiled = ", and runs uncompiled, so options of graphs have no effect" if compiles else ""
-            return f"progressive_layer_drop: the model drops its layers itself{uncompiled}"
+            how = "; it is compiled only if it has repeated blocks (dsgraph.blocks)" if compiles else ""
+            return f"progressive_layer_drop: the model drops its layers itself{how}"
         lists = dict.fromkeys(repr(block.of) for block in self.blocks)
         count = f"{len(self.blocks)} blocks of {', '.join(lists)}"
-        around = "" if in_stages else ", and code around them runs uncompiled"
-        how = f"; each is compiled as its own graph{around}" if compiles else ""
+        around = "" if in_stages else ", and the code that calls them in a loop runs uncompiled"
+        how = f"; they are graphs of their own{around}" if compiles else ""
         return f"progressive_layer_drop: {count} can be dropped{how}"
 
-    def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
-        """Wrap the forward of each block.
-
-        Args:
-            compiled: Compiles a function; None if nothing is compiled.
-        """
+    def take_over(self) -> None:
+        """Wrap the forward of each block."""
         for block in self.blocks:
-            block.take_over(compiled)
+            block.take_over()
 
     def let_go(self) -> None:
         """Restore the forward of each block."""
@@ -168,15 +169,14 @@ class _Block:
         """Its path in the model."""
         return f"{self.of}.{self.name}".lstrip(".")
 
-    def take_over(self, compiled: Callable[[Any], Any] | None) -> None:
-        run = _with_scale(type(self.module).forward, f"{self.of}.{self.name}")
-        self._run = run if compiled is None else compiled(run)
+    def take_over(self) -> None:
+        self._run = _as_frame(type(self.module).forward, f"{self.of}.{self.name}")
         self.module.forward = self._forward
 
     def let_go(self) -> None:
         self.module.__dict__.pop("forward", None)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)  # `_run` is captured
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
         hidden = given[0] if given else None
@@ -194,14 +194,17 @@ class _Block:
         if trains and self.is_left_out:
             if self._is_tuple is None:  # a block that never ran has not shown what it gives
                 with torch.no_grad(), torch.random.fork_rng():
-                    self._check(type(self.module).forward(self.module, *args, **kwargs), hidden)
+                    self._check(torch.compiler.disable(self._run)(self.module, *args, **kwargs), hidden)
             return (hidden,) if self._is_tuple else hidden
-        scale = torch.tensor(1 / self.keep if trains else 1.0, dtype=torch.float32, device=hidden.device)
-        found = self._run(self.module, scale, hidden, *args, **kwargs)
+        found = self._run(self.module, *args, **kwargs)
         if self._is_tuple is None:
             self._check(found, hidden)
-        return found
+        if not trains or self.keep == 1:
+            return found
+        scaled = torch.lerp(hidden, found[0] if self._is_tuple else found, 1 / self.keep)
+        return (scaled,) if self._is_tuple else scaled
 
+    @torch.compiler.disable
     def _check(self, found: Any, hidden: Tensor) -> None:
         """Check the output of the block, which must be hidden states of the same shape as its input."""
         parts = found if isinstance(found, tuple) else (found,)
@@ -236,16 +239,13 @@ def _blocks(config: ProgressiveLayerDropConfig, model: nn.Module) -> list[_Block
     ]
 
 
-def _with_scale(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a block's forward with a scaled contribution.
+def _as_frame(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a block's forward as a function that Dynamo captures, also where it skips the forward, which is torch's.
 
     It has a code object of its own, because Dynamo keeps compiled code by code object.
     """
 
-    def run(module: nn.Module, scale: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = forward(module, *args, **kwargs)
-        if isinstance(found, tuple):
-            return (torch.lerp(hidden, found[0], scale.to(hidden.dtype)), *found[1:])
-        return torch.lerp(hidden, found, scale.to(hidden.dtype))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
 
     return FunctionType(run.__code__.replace(co_name=f"run {name}"), run.__globals__, name, None, run.__closure__)

@@ -49,7 +49,7 @@ def around_blocks(
             given = _faked((args, kwargs), fakes, live)
             outputs = forward(*given[0], **given[1])
             live.end_forward(tensors(outputs))
-            losses = _losses(outputs)
+            losses = losses_of(outputs)
             torch.autograd.backward(losses, [torch.empty_like(loss) for loss in losses])
     except Exception as error:  # of any operation of the model
         return f"the forward cannot run on fake tensors: {type(error).__name__}: {error}".splitlines()[0]
@@ -119,34 +119,54 @@ def _without_values(
     model: nn.Module, parameters: Sequence[ParameterState], live: LiveBytes
 ) -> tuple[Any, Callable[..., Any]]:
     """Return a fake mode, and the forward of a copy of the model in it, in which blocks compute nothing."""
-    fakes, memo = new_fake_mode(), dict[int, Any]()
+    fakes, made, copies = fake_copy(model, parameters, {entry: entry.spec.shape for entry in parameters})
     blocks = {name: module for name, module in model.named_modules() if is_block(module)}
     inside = {id(param) for block in blocks.values() for param in block.parameters()}
     for entry in parameters:
-        with fakes:
-            dtype = entry.spec.dtypes(entry.param.dtype)[0]
-            full = torch.empty(entry.spec.shape, dtype=dtype, device=entry.param.device)
-        param = memo[id(entry.param)] = nn.Parameter(full, requires_grad=entry.param.requires_grad)
+        param = copies.pop(id(entry.param))
         live.leave_out(param)
         if entry.spec.group and id(entry.param) not in inside:
             live.full[storage_id(param)] = param.untyped_storage().nbytes()
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(_drop_gradient)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in memo:
-            fake = memo[id(tensor)] = fake_like(tensor, fakes, device=tensor.device)
-            live.add(fake)
-    held = [module.__dict__["_dsgraph"] for module in model.modules() if "_dsgraph" in module.__dict__]
-    memo |= {id(one): one for one in held}
-    made = copy.deepcopy(model, memo)
+    for fake in copies.values():
+        live.add(fake)
     known: dict[Hashable, tuple[list[Any], Any, int]] = {}
     for name, module in made.named_modules():
-        module.__class__ = plain_class(module)
-        module.__dict__.pop("_dsgraph", None)
-        remove_hooks(module)
         if name in blocks:
             module.forward = _Block(name, module, live, known)
     return fakes, made.forward
+
+
+def fake_copy(
+    model: nn.Module, parameters: Sequence[ParameterState], shapes: Mapping[ParameterState, Sequence[int]]
+) -> tuple[Any, nn.Module, dict[int, Tensor]]:
+    """Return a copy of a partitioned model that has full parameters, no values and no hooks, and is not partitioned.
+
+    Args:
+        model: The model.
+        parameters: Its parameters.
+        shapes: Their shapes in the copy.
+
+    Returns:
+        The fake mode of the copy, the copy, and its parameters and buffers by the `id` of the model's.
+    """
+    fakes, copies = new_fake_mode(), dict[int, Tensor]()
+    for entry in parameters:
+        with fakes:
+            dtype = entry.spec.dtypes(entry.param.dtype)[0]
+            full = torch.empty(shapes[entry], dtype=dtype, device=entry.param.device)
+        copies[id(entry.param)] = nn.Parameter(full, requires_grad=entry.param.requires_grad)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in copies:
+            copies[id(tensor)] = fake_like(tensor, fakes, device=tensor.device)
+    held = [module.__dict__["_dsgraph"] for module in model.modules() if "_dsgraph" in module.__dict__]
+    made = copy.deepcopy(model, {**copies, **{id(one): one for one in held}})
+    for module in made.modules():
+        module.__class__ = plain_class(module)
+        module.__dict__.pop("_dsgraph", None)
+        remove_hooks(module)
+    return fakes, made, copies
 
 
 def kinds_of(values: Any, *, with_numbers: bool = True) -> Hashable:
@@ -178,7 +198,7 @@ def _faked(values: Any, fakes: Any, live: LiveBytes) -> Any:
     return unflatten_tree([fake(value) for value in leaves], structure)
 
 
-def _losses(outputs: Any) -> list[Tensor]:
+def losses_of(outputs: Any) -> list[Tensor]:
     """Return the outputs that a program differentiates: the numbers among them, or all."""
     trained = [value for value in tensors(outputs) if value.requires_grad]
     return [value for value in trained if not value.dim()] or trained

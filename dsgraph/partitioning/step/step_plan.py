@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,12 +84,15 @@ class StepPlans:
         recorded: The record of the last step.
         at_once: Number of kinds of steps that are planned when they come first: none of uncompiled models, whose first
             step takes no longer than a plan.
+        kind: What is known in advance of the next forward, such as the layers that it drops. It follows only plans of
+            forwards of which the same was known.
     """
 
     make: MakePlan | None = None
     known: list[StepPlan] = field(default_factory=list)
     recorded: StepRecord = field(default_factory=StepRecord)
     at_once: int = 0
+    kind: Hashable = None
     _made: int = 0
     _seen: set[int] = field(default_factory=set)
     _next: dict[int, StepPlan] = field(default_factory=dict)
@@ -110,7 +113,8 @@ class StepPlans:
             key: The call.
             held: See `StepRecord.held`.
         """
-        found = [plan for plan in self.known if plan.record.calls[0].key == key and plan.record.held == set(held)]
+        known = [plan for plan in self.known if plan.record.kind == self.kind]
+        found = [plan for plan in known if plan.record.calls[0].key == key and plan.record.held == set(held)]
         expected = self._next.get(0 if self._last is None else self._last.number)
         return expected if expected in found else found[-1] if found else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,11 +103,13 @@ class StepRecord:
         calls: Calls of units, in their order.
         backward: Numbers of the calls whose backward ran, in their order.
         held: Parameters of which a full copy exists already, from a micro-batch before.
+        kind: See `StepPlans.kind`.
     """
 
     calls: list[Call] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
     held: frozenset[ParameterState] = frozenset()
+    kind: Hashable = None
     _made: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def begin(self, unit: StepUnit, key: Key, entries: Entries, inputs: Sequence[Any]) -> int:
@@ -136,7 +138,7 @@ class StepRecord:
             replace(call, trained=call.trained if number in backward else ())
             for number, call in enumerate(self.calls[:calls])
         ]
-        return StepRecord(kept, list(backward), self.held)
+        return StepRecord(kept, list(backward), self.held, self.kind)
 
     def without(self, alone: frozenset[ParameterState]) -> StepRecord:
         """Return a record in which the gradients of some parameters are reduced outside the graph of the step."""
@@ -153,7 +155,7 @@ class StepRecord:
     def signature(self) -> tuple[Any, ...]:
         """Its identity among the kinds of steps."""
         calls = tuple((call.key, tuple(map(id, call.trained))) for call in self.calls)
-        return calls, tuple(self.backward), self.held
+        return calls, tuple(self.backward), self.held, self.kind
 
 
 def _value(tensor: Tensor, call: int, number: int) -> Value:

@@ -236,7 +236,7 @@ class StepRun:
         known |= {entry: full for entry, (full, _) in self._held.items()}
         plan = self.plans.choose(key, known)
         if plan is None:
-            self._forward = Forward(record=StepRecord(held=frozenset(known)))
+            self._forward = Forward(record=StepRecord(held=frozenset(known), kind=self.plans.kind))
         else:
             copies = {name: known[entry] for name, entry in plan.copies.items()}
             first = plan.record.calls[0].entries[0].name

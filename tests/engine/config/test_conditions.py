@@ -99,17 +99,9 @@ def test_what_the_section_parallel_supports():
     assert "zero_optimization.offload_param.buffer_count" not in supported, "stages read each parameter once a step"
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"dsgraph": {"compile": False}},
-        {"flops_profiler": {"enabled": True}},
-    ],
-)
-def test_blocks_that_cannot_be_apart_are_noted(sections):
-    def found(blocks):
-        return check(**{**sections, "dsgraph": {**sections.get("dsgraph", {}), "blocks": blocks}})
-
-    (note,) = found("auto")
+def test_blocks_that_cannot_be_apart_are_noted():
+    (note,) = check(dsgraph={"compile": False, "blocks": "auto"})
     assert note.startswith("dsgraph.blocks has no effect: ")
-    assert found("none") == []
+    assert check(dsgraph={"compile": False, "blocks": "none"}) == []
+    apart = {"flops_profiler": {"enabled": True}, "progressive_layer_drop": {"enabled": True}}
+    assert check(dsgraph={"blocks": "auto"}, **apart) == []

@@ -46,8 +46,8 @@ def test_keys_set_backend_options(sections, expected):
         ({"zero_optimization": {"param_persistence_threshold": 7}}, {"stage": 0, "keep_whole_below": 7}),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {"stage": 0}),
         ({"dsgraph": {"blocks": ["layers"]}}, {"stage": 0, "blocks": ("layers",)}),
-        ({"flops_profiler": {"enabled": True}}, {"stage": 0, "blocks": "none"}),
-        ({"progressive_layer_drop": {"enabled": True}}, {"stage": 0, "blocks": "none"}),
+        ({"flops_profiler": {"enabled": True}}, {"stage": 0}),
+        ({"progressive_layer_drop": {"enabled": True}}, {"stage": 0}),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             {"stage": 0, "offload": {"optimizer": "host", "ratio": {"optimizer": 0.5}}},

@@ -71,10 +71,6 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
         ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "quantized communication is not supported yet"),
         ({"amp": {"enabled": True}}, "apex is not supported yet"),
-        (
-            {"flops_profiler": {"enabled": True}, "dsgraph": {"compile": False}},
-            "flops_profiler.enabled needs dsgraph.compile true",
-        ),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "a secondary partition is not supported yet"),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "train_batch_size 8 is not"),
     ],

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import dsgraph
 from dsgraph.engine.monitoring.collective_times import busy
 from dsgraph.engine.monitoring.flops_profiler import latencies
+from dsgraph.partitioning.state import partition_states
 from examples.gpt import GPT, GPTConfig
 from tests.engine.training import batches, config
 from tests.models import build
@@ -143,6 +144,9 @@ def _flops(make) -> None:
         engine, _, _, _ = dsgraph.initialize(model=model, config=wanted)
         for _ in range(2):
             engine.train_batch(iter([batch]))
+    (part,) = partition_states(engine.module)
+    assert len(part.step.ran()) == 2, "blocks are units, as without a profile"
+    assert len({call.unit.block for call in part.step.plans.recorded.calls} - {""}) == 1, "of one graph"
     profile = {module.name: module for module in engine.flops_profile()}
     whole = profile[""]
     assert (whole.forward, whole.backward) == (forward.get_total_flops(), backward.get_total_flops())
@@ -161,7 +165,7 @@ def _flops(make) -> None:
     "make", [_gpt, pytest.param(_gpt2, marks=pytest.mark.full), pytest.param(_llama, marks=pytest.mark.full)]
 )
 def test_operations_are_those_that_torch_counts(ranks, make):
-    ranks(1).run(_flops, make)
+    ranks(2).run(_flops, make)
 
 
 def test_a_forward_that_is_timed_leaves_nothing_behind():

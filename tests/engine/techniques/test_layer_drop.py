@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import dsgraph
 from dsgraph.engine.config.engine_config import ProgressiveLayerDropConfig
 from dsgraph.engine.techniques.layer_drop import ProgressiveLayerDrop
+from dsgraph.partitioning.state import partition_states
 from tests.distributed.training import full
 
 _BLOCKS, _WIDTH, _STEPS = 4, 8, 8
@@ -80,6 +81,14 @@ def _config(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _check_units(engine: dsgraph.Engine, kept: int) -> None:
+    """The units are those of a model that drops nothing, and no plan of other layers was followed and left."""
+    step = partition_states(engine.module)[0].step
+    assert len(step.ran()) == kept and step.left == []
+    units = [call.unit.block for call in step.plans.recorded.calls if call.unit.block]
+    assert len(units) == kept and len(set(units)) <= 1, "equal blocks share a graph"
+
+
 def _check(stage: int, compiles: bool, place: str) -> None:
     gives_tuple = stage == 0
     engine = dsgraph.initialize(model=_Model(gives_tuple), config=_config(stage, compile=compiles))[0]
@@ -98,6 +107,8 @@ def _check(stage: int, compiles: bool, place: str) -> None:
                 (loss / 4).backward()
             left_out += count
             engine.backward(engine(_batch(micro, dist.get_rank())))
+            if stage == 3 and compiles:
+                _check_units(engine, _BLOCKS - count)
             engine.step()
             micro += 1
         optimizer.step()
@@ -146,7 +157,7 @@ class _DropsItself(_Model):
 
 def test_a_model_that_drops_layers_itself_is_told_theta(one_rank, capsys):
     engine = dsgraph.initialize(model=_DropsItself(), config=_config(0))[0]
-    assert "the model drops its layers itself, and runs uncompiled" in capsys.readouterr().out
+    assert "it is compiled only if it has repeated blocks" in capsys.readouterr().out
     for micro in range(4):
         engine.backward(engine(_batch(micro, 0)))
         engine.step()
@@ -162,7 +173,7 @@ def _run(block: type[nn.Module], **config: Any) -> None:
     model = _Model()
     model.blocks = nn.ModuleList(block(False) for _ in range(_BLOCKS))
     drop = ProgressiveLayerDrop(ProgressiveLayerDropConfig(enabled=True, **config), model)
-    drop.take_over(None)
+    drop.take_over()
     model(_batch(0, 0))
 
 
