@@ -896,6 +896,11 @@ STEP_GRAPH = (
         killers=(f"{_STEP_TESTS}/test_step_program.py",),
     ),
     Mutant(
+        *("reduced-gradients-stay", f"{_STEP}/step_program.py", "leak"),
+        *("take", "gradients[number - 1] = None", "pass"),
+        killers=(f"{_STEP_TESTS}/test_step_program.py",),
+    ),
+    Mutant(
         *("gradients-are-given-to-every-unit", f"{_STEP}/step_program.py", "summed twice"),
         *("Run.run_out", "gradients = {}", "pass"),
         killers=(f"{_STEP_TESTS}/test_step_program.py",),

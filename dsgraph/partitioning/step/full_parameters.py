@@ -16,9 +16,9 @@ from dsgraph.partitioning.parameter import ParameterState, Version
 from .reductions import only_adds
 from .step_record import Entries
 
-Reduce = Callable[[Entries, Sequence[Tensor], Sequence[bool]], list[Tensor | None]]
+Reduce = Callable[[Entries, list[Any], Sequence[bool]], list[Tensor | None]]
 """Takes parameters, their full gradients, and for each True if autograd would only add it to `.grad`. It returns the
-reduced gradients of the others."""
+reduced gradients of the others, and takes gradients out of the list, so that each is freed when it is reduced."""
 
 
 def differentiable(
@@ -100,6 +100,8 @@ class SavedParameters:
 class _Read(torch.autograd.Function):
     """An autograd function that returns full parameters in place of their shards."""
 
+    boxed_grads_call = True  # gradients come in a list, whose items may be freed (torch 2.12)
+
     @staticmethod
     def forward(ctx: Any, entries: Any, reduce: Any, is_uncompiled: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.entries, ctx.reduce = entries, reduce
@@ -109,22 +111,23 @@ class _Read(torch.autograd.Function):
         return tuple(each.view_as(each) if is_uncompiled else each.detach() for each in full)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
+        grads: list[Any] = given[0] if isinstance(given[0], list) else list(given)
         keeps_graph, results = torch.is_grad_enabled(), [None] * len(grads)
         nodes = [node for node, _ in ctx.next_functions][-len(grads) :]
         needed = [number for number, grad in enumerate(grads) if grad is not None and nodes[number] is not None]
         if not needed:
             return (None,) * len(ctx.needs_input_grad)
-        given: list[Any] = [grads[number] for number in needed]
         adds = [not keeps_graph and only_adds(nodes[number]) for number in needed]
+        grads[:] = [grads[number] for number in needed]
+        differentiated = [grad for grad in grads if keeps_graph and grad.requires_grad]
         with torch.no_grad():
-            found: list[Any] = ctx.reduce(tuple(ctx.entries[number] for number in needed), given, adds)
-        differentiated = [grad for grad in given if grad.requires_grad]
-        if keeps_graph and differentiated:
+            found: list[Any] = ctx.reduce(tuple(ctx.entries[number] for number in needed), grads, adds)
+        if differentiated:
             found = [_Refuse.apply(value, *differentiated) for value in found]
         for number, value in zip(needed, found, strict=True):
             results[number] = value
-        return (*(None,) * (3 + len(grads)), *results)
+        return (*(None,) * (3 + len(results)), *results)
 
 
 class _Refuse(torch.autograd.Function):

@@ -27,8 +27,8 @@ class Program:
     """The forward or the backward of a step, as code that stops at each unit.
 
     Attributes:
-        text: The code. At a unit it yields the call's number, nothing, and the full parameters; a backward is sent the
-            gradients.
+        text: The code. At a unit it yields the call's number, nothing, and the full parameters; a backward is sent a
+            list of the gradients, which it takes out.
         code: The generator function, called with `Deliver`, then with `inputs`.
         inputs: Names of the inputs: shards, and what the forward keeps for the backward.
         kept: Names of the results, which the backward takes.
@@ -46,6 +46,13 @@ class Program:
 
 def pause() -> None:
     """Stand for a stop between a unit and the next wait for a gather, in a graph that becomes a program."""
+
+
+def take(gradients: list[Any], number: int) -> Tensor:
+    """Take a gradient that a unit has computed out of a list, so that it is freed when it is reduced."""
+    found: Tensor = gradients[number - 1]
+    gradients[number - 1] = None
+    return found
 
 
 def deliver(to: Deliver, number: int, gradient: Tensor) -> None:
@@ -79,8 +86,10 @@ def lower(
     for unit in units:
         unit.args = (unit.args[0], [], unit.args[2])
     for node in reversed(graph.nodes):
-        if _is_of_unit(node) and not node.users:
-            graph.erase_node(node)
+        if _is_of_unit(node):
+            node.target = take
+            if not node.users:
+                graph.erase_node(node)
     for unit in units:
         node = unit.next
         while node.op == "call_function" and node not in units and not _awaits_gather(node):
@@ -174,11 +183,15 @@ class Run:
             self._go_on(None)
         return self._full
 
-    def leave(self, gradients: Sequence[Tensor] = ()) -> None:
-        """Go on after the unit up to the next wait for a gather, after the last unit to the end."""
+    def leave(self, gradients: Sequence[Tensor | None] = ()) -> None:
+        """Go on after the unit up to the next wait for a gather, after the last unit to the end.
+
+        Args:
+            gradients: The full gradients that the unit has computed, which are taken out of the list.
+        """
         self.enter()
         self._full, self.place = None, self.place + 1
-        self._go_on([None, *gradients])
+        self._go_on(gradients)
         while self.place == len(self.program.calls) and not self._has_ended:
             self._go_on(None)
 
@@ -194,7 +207,7 @@ class Run:
             self.leave([gradients.get(number, zero) for number, zero in enumerate(zeros)])
             gradients = {}
 
-    def _go_on(self, sent: list[Any] | None) -> None:
+    def _go_on(self, sent: Sequence[Any] | None) -> None:
         try:
             with torch.inference_mode(False), torch.no_grad():  # a later unit may be trained
                 found = self.steps.send(sent if self._has_begun else None)

@@ -293,7 +293,7 @@ class StepRun:
 
     @unseen_by_modes
     def _reduce(
-        self, forward: Forward, number: int, entries: Entries, grads: Sequence[Tensor], adds: Sequence[bool]
+        self, forward: Forward, number: int, entries: Entries, grads: list[Any], adds: Sequence[bool]
     ) -> list[Tensor | None]:
         """Reduce gradients, by the plan or at once.
 
@@ -301,7 +301,7 @@ class StepRun:
             forward: The forward that has read the parameters.
             number: Number of the call that has read them.
             entries: The parameters.
-            grads: Their full gradients.
+            grads: Their full gradients; those that the plan reduces are taken out.
             adds: For each, True if autograd would only add it to `.grad`, which is done here or later.
 
         Returns:
@@ -322,9 +322,10 @@ class StepRun:
             planned = plan.record.calls[number].trained if is_next else ()
             given = {planned.index(entry): grads[index] for index, entry in own.items() if entry in planned}
             rest = [index for index in rest if index not in own or own[index] not in planned]
+            grads[:] = [grads[index] for index in rest]
             self._given.update(entry for entry in own.values() if entry in planned)
             if is_next and len(given) == len(planned) and plan.alone.issuperset({*own.values()} - {*planned}):
-                run.leave([given[index] for index in range(len(planned))])
+                run.leave([given.pop(index) for index in range(len(planned))])
             else:
                 self._leave_backward(f"the backward of call {number} computed other gradients", given)
                 if planned and forward.record is not None:
@@ -333,7 +334,7 @@ class StepRun:
             forward.record.calls[number].trained = tuple(own.values())
         if rest:
             with self.operations.reducing(named("the gradient of", [entries[index] for index in rest])):
-                finishes = start_reductions([(entries[index], grads[index]) for index in rest])
+                finishes = start_reductions([(entries[index], grad) for index, grad in zip(rest, grads, strict=True)])
             for index, finish in zip(rest, finishes, strict=True):
                 if adds[index]:
                     add_gradient(entries[index].param, finish())

@@ -80,6 +80,16 @@ def test_only_what_the_plan_keeps_is_alive_between_forward_and_backward():
     assert between == [[], [WEIGHT], [WEIGHT]] and after == [[]] * 3
 
 
+@pytest.mark.skipif(not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="torch holds all gradients")
+def test_a_gradient_is_freed_when_it_is_reduced(monkeypatch):
+    model, steps = partitioned(Stack())
+    model(X).sum().backward()
+    (plan,), alive = steps.plans, []
+    monkeypatch.setattr(steps, "_deliver", lambda *_: alive.append(_alive()))
+    model(X).sum().backward()
+    assert alive == [[]] * len(plan.gradients)
+
+
 def test_a_forward_without_a_backward_leaves_nothing_alive():
     model, _ = partitioned(Stack())
     for _ in range(3):

@@ -135,6 +135,14 @@ def test_a_backward_delivers_gradients_where_they_are_computed():
     assert found == {0: 40, 1: 20, 2: 30} and run.next_call == -1
 
 
+def test_gradients_are_taken_out_of_the_list_that_is_given():
+    run = _run(_backward(), torch.ones(2), to={})
+    run.leave([torch.ones(3)])
+    given = [torch.ones(3), torch.ones(3)]
+    run.leave(given)
+    assert given == [None, None]
+
+
 def test_a_program_is_run_out_with_zeros():
     found: dict[int, float] = {}
     run = _run(_backward(), torch.ones(2), to=found)
