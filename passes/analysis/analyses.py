@@ -7,6 +7,7 @@ pass may ask, rewrite and ask again, and a pass that does not report its change 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -52,12 +53,16 @@ class Analyses:
         """Return the predicted times of a graph, see `predict`."""
         key = ("schedule", id(costs), frozenset(early), frozenset(unwaited))
         compute = lambda: (costs, predict(list(gm.graph.nodes), costs, early=early, unwaited=unwaited))  # noqa: E731
-        _, schedule = self._get(key, gm, compute)  # the costs are kept alive, lest another's get their id
+        _, schedule = self.once(key, gm, compute)  # the costs are kept alive, lest another's get their id
         return schedule
 
     def get(self, analysis: Callable[..., Found], gm: GraphModule, **how: Hashable) -> Found:
         """Return `analysis(gm, **how)`, cached for this version of the graph."""
-        return self._get((analysis, frozenset(how.items())), gm, lambda: analysis(gm, **how))
+        return self.once((analysis, frozenset(how.items())), gm, lambda: analysis(gm, **how))
+
+    def knows(self, gm: GraphModule) -> bool:
+        """Return True if the graph has not changed since it was last asked about."""
+        return gm in self._graphs and _is_same(self._graphs[gm].version, _version(gm))
 
     def drop(self, gm: GraphModule) -> None:
         """Forget a graph that has changed."""
@@ -67,10 +72,11 @@ class Analyses:
         """Forget all graphs: a cached analysis keeps its graph's nodes alive."""
         self._graphs.clear()
 
-    def _get(self, key: Hashable, gm: GraphModule, compute: Callable[[], Found]) -> Found:
-        known, version = self._graphs.get(gm), _version(gm)
-        if known is None or not _is_same(known.version, version):
-            known = self._graphs[gm] = _Known(version)
+    def once(self, key: Hashable, gm: GraphModule, compute: Callable[[], Found]) -> Found:
+        """Return `compute()`, cached under a key for this version of the graph."""
+        if not self.knows(gm):
+            self._graphs[gm] = _Known(_version(gm))
+        known = self._graphs[gm]
         if key not in known.found:
             known.found[key] = compute()
         found: Found = known.found[key]
@@ -78,16 +84,16 @@ class Analyses:
 
 
 def _version(gm: GraphModule) -> _Version:
-    return [(node, node.name, node.target, node.args, node.kwargs, node.meta.get("val")) for node in gm.graph.nodes]
+    """Return the version of a graph: its nodes with their names, arguments, values and tags."""
+    return [(node, node.name, node.target, node.args, node.kwargs, *node.meta.values()) for node in gm.graph.nodes]
 
 
 def _is_same(was: _Version, now: _Version) -> bool:
-    """Return whether two versions have the same nodes in the same order with the same arguments.
+    """Return whether two versions have the same nodes in the same order with the same arguments and tags.
 
     Objects are compared by identity, because they are kept alive.
     """
     if len(was) != len(now):
         return False
-    return all(
-        old is new for before, after in zip(was, now, strict=True) for old, new in zip(before, after, strict=True)
-    )
+    pairs = zip(was, now, strict=True)
+    return all(len(before) == len(after) and all(map(operator.is_, before, after)) for before, after in pairs)

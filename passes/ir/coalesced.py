@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from .collectives import collective_of, is_collective
-from .graph import bound_arguments, emit, replace_and_erase, wait_of
+from .graph import bound_arguments, emit, fake_value, insert, replace_and_erase, wait_of
 from .save_plan import inherit
 
 
@@ -70,7 +70,8 @@ def coalesce(members: Sequence[Node], place: Node) -> Node:
     rest = [value for _, value in others]
     kind = collective_of(members[0])
     assert kind is not None and kind.coalesced is not None, f"{members[0]} has no form for several tensors"
-    together = emit(place, kind.coalesced, [bound_arguments(member)[tensor] for member in members], *rest)
+    given, values = [bound_arguments(member)[tensor] for member in members], list(map(fake_value, members))
+    together = insert(place, kind.coalesced, (given, *rest), {}, values)
     results = [emit(place, operator.getitem, together, index) for index in range(len(members))]
     for member, result in zip(members, results, strict=True):  # `place` may be one of them
         for node in (together, result):

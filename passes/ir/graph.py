@@ -97,12 +97,16 @@ def fake_value(node: Node) -> Any:
 
 def emit(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Insert a call before `before`, with its fake value and the provenance of `before`."""
+    return insert(before, target, args, kwargs, evaluate(target, args, kwargs))
+
+
+def insert(before: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+    """Insert a call whose fake value is known, with the provenance of `before`."""
     graph: Graph = before.graph
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
-    node.meta.update({key: before.meta[key] for key in _PROVENANCE if key in before.meta})
-    node.meta["val"] = evaluate(target, args, kwargs)
-    return node
+    node.meta["val"] = value
+    return come_from(node, before)
 
 
 def come_from(node: Node, original: Node) -> Node:
@@ -114,6 +118,8 @@ def come_from(node: Node, original: Node) -> Node:
 def evaluate(target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the fake value of a call; its arguments may contain nodes."""
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), fake_value)
+    if target is operator.getitem:
+        return target(*fake_args)
     mode = detect_fake_mode(fake_args)
     if mode is None:
         return target(*fake_args, **fake_kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, cast
@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
+from dsgraph.passes import compat
 from dsgraph.passes.compat import OpOverload, TorchDispatchMode, detect_fake_mode
 
-from .graph import emit, fake_value
+from .graph import emit, fake_value, insert
 from .size_nodes import SizeNodes
 
 aten = torch.ops.aten
@@ -76,6 +77,45 @@ class Recording:
         items = [emit(self.place, operator.getitem, node, number) for number in range(len(fake_value(node)))]
         self.made += items
         return tuple(map(self.value, items))
+
+
+class Recordings:
+    """Recordings of functions of one tensor; for further tensors of the same sizes, the nodes are copied."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Node, list[tuple[Node, Any, Any]], Node]] = {}
+
+    def write(self, place: Node, function: Callable[[Tensor], Tensor], given: Node, *options: Any) -> list[Node]:
+        """Write the ops of a function before `place`; return their nodes, and at the end that of the result.
+
+        Args:
+            place: A node.
+            function: The function.
+            given: The node on whose value it is run.
+            options: Everything else on which it depends.
+        """
+        value = fake_value(given)
+        sizes = (*value.shape, *value.stride())
+        is_static = all(isinstance(size, int) for size in sizes)
+        kind = (sizes, value.dtype, value.device, options) if is_static else given
+        if kind not in self._known:
+            recording = Recording(place)
+            result = recording.node(recording.run(function, given))
+            self._known[kind] = given, [(node, node.args, node.kwargs) for node in recording.made], result
+            return [*recording.made, result]
+        first, calls, result = self._known[kind]
+        copies = {first: given}
+        for node, args, kwargs in calls:
+            copies[node] = _like(node, place, *map_arg((args, kwargs), lambda each: copies[each]))
+        return [*list(copies.values())[1:], copies[result]]
+
+
+def _like(node: Any, place: Node, args: Any, kwargs: Any) -> Node:
+    """Write a call like that of a node, with other arguments of the same sizes."""
+    value, inputs = fake_value(node), map(fake_value, node.all_input_nodes)
+    if not isinstance(value, Tensor) or compat.storage_id(value) in map(compat.storage_id, inputs):
+        return emit(place, node.target, *args, **kwargs)
+    return insert(place, node.target, args, kwargs, compat.new_fake(compat.fake_mode_of(value), value, value.device))
 
 
 class _Recorder(TorchDispatchMode):

@@ -127,7 +127,7 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
         return max(self._place(wait, needed) for wait in previous)
 
     def _place(self, previous: Node, needed: Node) -> Node:
-        last, frontier = previous, [previous]
+        last, frontier, in_step = previous, [previous], has_units(previous.graph)
         while frontier:
             for user in frontier.pop().users:
                 last = max(last, user)
@@ -135,7 +135,7 @@ class PrefetchBackwardGathers(PrefetchForwardGathers):
                     frontier.append(user)
         node = last.next
         while last < needed and node is not needed:
-            if _takes_long(node):
+            if is_unit(node) if in_step else _takes_long(node):
                 return last
             node = node.next
         return previous
@@ -197,9 +197,7 @@ def _is_read_before(value: Node, place: Node) -> bool:
 
 
 def _takes_long(node: Node) -> bool:
-    """Return whether the node computes long enough to hide a transfer; next to a unit no other node does."""
-    if has_units(node.graph):
-        return is_unit(node)
+    """Return whether the node computes long enough to hide a transfer; in the graph of a step only units do."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload) or is_collective(node) or is_wait(node):
         return False
     return not (is_view(node) or torch.Tag.pointwise in node.target.tags)

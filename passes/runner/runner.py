@@ -90,7 +90,7 @@ class Runner:
         for number, item in enumerate(self.pipeline.of(ctx.phase), start=1):
             record = PassRecord(item.name, ctx.phase, nodes_before=_size(gm, ctx))
             try:
-                record = self._run_one(item, gm, ctx)
+                record = self._run_one(item, gm, ctx, is_first=number == 1)
                 verify_seconds += self._verify(gm, item, ctx)
             except PassError as error:  # the graph that one wants to see
                 self._dump_refused(gm, ctx, number, replace(record, notes=(*record.notes, f"refused: {error}")))
@@ -115,7 +115,7 @@ class Runner:
         """Release all graphs, after the last phase of a compile."""
         self._analyses.clear()
 
-    def _run_one(self, item: GraphPass, gm: GraphModule | GraphPair, ctx: PassContext) -> PassRecord:
+    def _run_one(self, item: GraphPass, gm: GraphModule | GraphPair, ctx: PassContext, *, is_first: bool) -> PassRecord:
         nodes_before = _size(gm, ctx)
         started = time.perf_counter()
         try:
@@ -127,7 +127,7 @@ class Runner:
         for graph, facts in _parts(gm, ctx):
             if result.changed:
                 self._analyses.drop(graph)
-            if result.changed or self.verify:  # a pass may say that it changed nothing, and lie
+            if result.changed or (self.verify and (is_first or not self._analyses.knows(graph))):  # it may lie
                 _tidy(item, graph, facts)
         seconds = time.perf_counter() - started
         return PassRecord(

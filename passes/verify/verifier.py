@@ -71,7 +71,12 @@ class GraphFacts:
 
 
 def observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
-    """Return the facts of one graph, in O(number of nodes)."""
+    """Return the facts of one graph, in O(number of nodes); the same ones if it has not changed."""
+    _, facts = ctx.analyses.once(("facts", id(ctx)), gm, lambda: (ctx, _observe(gm, ctx)))
+    return facts
+
+
+def _observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
     outputs = _output_values(gm)
     inputs = tuple((node.name, node.meta.get("val")) for node in placeholders(gm))
     values = tuple(value.meta.get("val") if isinstance(value, Node) else None for value in outputs)

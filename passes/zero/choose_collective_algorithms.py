@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import GATHERS, REDUCE_SCATTERS, Ranks, c10d_functional
@@ -20,10 +21,11 @@ from dsgraph.passes.ir.graph import (
     bound_arguments,
     fake_value,
     find_calls,
+    is_wait,
     replace_and_erase,
     wait_of,
 )
-from dsgraph.passes.ir.recording import Recording
+from dsgraph.passes.ir.recording import Recordings
 from dsgraph.passes.ir.save_plan import inherit
 
 _GATHER = "all_gather_into_tensor"
@@ -58,17 +60,18 @@ class ChooseCollectiveAlgorithms(GraphPass):
     requires: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
+        recordings = Recordings()
         gathers = _on_gloo(find_calls(gm, c10d_functional.all_gather_into_tensor.default), ctx)
         notes = _notes_on_gathers(gathers, ctx)
         for started in gathers:
-            _run_by(started, GATHERS["gather_by_messages"])
+            _run_by(started, GATHERS["gather_by_messages"], recordings)
         reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
         reductions = [node for node in reductions if fake_value(node).device.type == "cpu"]
         predicted = {started: _predicted(started, ctx) for started in reductions if _is_sum_of_known_size(started)}
         notes += _notes_on_reductions(predicted)
         rewritten = [started for started, seconds in predicted.items() if _fastest(seconds) != _OWN]
         for started in rewritten:
-            _run_by(started, REDUCE_SCATTERS[_fastest(predicted[started])])
+            _run_by(started, REDUCE_SCATTERS[_fastest(predicted[started])], recordings)
         return PassResult(changed=len(gathers) + len(rewritten), notes=tuple(notes))
 
 
@@ -146,14 +149,18 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _run_by(started: Node, algorithm: Gather | ReduceScatter) -> None:
+def _run_by(started: Node, algorithm: Gather | ReduceScatter, recordings: Recordings) -> None:
     """Replace a collective by another algorithm for the same: it starts and ends where the old one did."""
-    call, wait, recording = bound_arguments(started), wait_of(started), Recording(started)
+    call, wait = bound_arguments(started), wait_of(started)
     ranks = Ranks(call["group_name"], call["group_size"])
-    under_way = recording.run(lambda given: algorithm(given, ranks), call["input"])
-    recording.place = wait
-    result = recording.node(recording.run(under_way.finish))
-    for node in recording.made:
+
+    def run(given: Tensor) -> Tensor:
+        return algorithm(given, ranks).finish()
+
+    *made, result = recordings.write(started, run, call["input"], algorithm, ranks)
+    for node in made:
         inherit(node, started)
+    for node in made[list(map(is_wait, made)).index(True) :]:
+        wait.prepend(node)
     replace_and_erase(wait, result)
     started.graph.erase_node(started)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import Ranks, start_gather_rows, start_reducing
@@ -21,7 +22,7 @@ from dsgraph.passes.ir.graph import (
     is_view,
     replace_and_erase,
 )
-from dsgraph.passes.ir.recording import Recording
+from dsgraph.passes.ir.recording import Recordings
 from dsgraph.passes.ir.save_plan import recompute_with_users
 
 aten = torch.ops.aten
@@ -59,15 +60,15 @@ class InsertZeroCollectives(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         gathers = find_calls(gm, torch.ops.dsgraph.gather_param.default)
         reductions = find_calls(gm, torch.ops.dsgraph.reduce_grad.default)
-        lowered: dict[Hashable, Node] = {}
+        lowered, recordings = dict[Hashable, Node](), Recordings()
         for node in gathers:
             key = node if is_returned(node) else _what_is_gathered(node)
             if key not in lowered:
-                lowered[key] = _own_if_returned(node, _lower_gather(node, ctx))
+                lowered[key] = _own_if_returned(node, _lower_gather(node, ctx, recordings))
             replace_and_erase(node, lowered[key])
         _tag_for_recomputation(lowered.values())
         for node in reductions:
-            replace_and_erase(node, _own_if_returned(node, _lower_reduction(node, ctx)))
+            replace_and_erase(node, _own_if_returned(node, _lower_reduction(node, ctx, recordings)))
         return PassResult(changed=len(gathers) + len(reductions))
 
 
@@ -92,26 +93,31 @@ def _own_if_returned(node: Node, lowered: Node) -> Node:
     return emit(node, aten.clone.default, lowered)
 
 
-def _lower_gather(node: Node, ctx: PassContext) -> Node:
+def _lower_gather(node: Node, ctx: PassContext, recordings: Recordings) -> Node:
     call = bound_arguments(node)
     if call["gathered_copy"] is not None:
         return call["gathered_copy"]
-    ranks, recording = _ranks(call["group"], ctx), Recording(node)
-    full = recording.run(
-        lambda shard: start_gather_rows(shard, call["shape"], ranks, dtype=call["dtype"]).finish(), call["shard"]
-    )
-    return recording.node(full)
+    ranks, shape, dtype = _ranks(call["group"], ctx), tuple(call["shape"]), call["dtype"]
+
+    def gather(shard: Tensor) -> Tensor:
+        return start_gather_rows(shard, shape, ranks, dtype=dtype).finish()
+
+    return recordings.write(node, gather, call["shard"], "gather", ranks, shape, dtype)[-1]
 
 
-def _lower_reduction(node: Node, ctx: PassContext) -> Node:
-    call, recording = bound_arguments(node), Recording(node)
+def _lower_reduction(node: Node, ctx: PassContext, recordings: Recordings) -> Node:
+    call = bound_arguments(node)
     how = {
         **{name: call[name] for name in ("dtype", "reduce_dtype")},
         "ranks": _ranks(call["group"], ctx),
-        "outer": [_ranks(group, ctx) for group in call["outer_groups"]],
+        "outer": tuple(_ranks(group, ctx) for group in call["outer_groups"]),
     }
-    reduced = recording.run(lambda grad: start_reducing(grad, call["shard_shape"], **how).finish(), call["grad"])
-    return recording.node(reduced)
+    shape = tuple(call["shard_shape"])
+
+    def reduce(grad: Tensor) -> Tensor:
+        return start_reducing(grad, shape, **how).finish()
+
+    return recordings.write(node, reduce, call["grad"], "reduce", shape, *how.values())[-1]
 
 
 def _ranks(group: str, ctx: PassContext) -> Ranks:

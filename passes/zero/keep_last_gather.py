@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -76,8 +77,9 @@ def _of_last_unit(gm: GraphModule, gathers: list[Node]) -> list[Node]:
 
     If the unit reads more than every other unit, as in a model that is one graph, only the last gather is returned.
     """
+    known = set(gathers)
     forwards, backwards = (
-        {node.args[0]: found for node in find_calls(gm, target) if (found := _gathered_for(node, gathers))}
+        {node.args[0]: found for node in find_calls(gm, target) if (found := _gathered_for(node, known))}
         for target in (RUN_FORWARD, RUN_BACKWARD)
     )
     last = [call for call in forwards if call in backwards][-1:]
@@ -88,7 +90,7 @@ def _of_last_unit(gm: GraphModule, gathers: list[Node]) -> list[Node]:
     return kept if sizes.pop(last[0]) <= max(sizes.values(), default=0) else kept[-1:]
 
 
-def _gathered_for(unit: Node, gathers: list[Node]) -> list[Node]:
+def _gathered_for(unit: Node, gathers: Collection[Node]) -> list[Node]:
     """Return the gathers of the parameters that a unit reads."""
     found = []
     for node in unit.all_input_nodes:

@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.partitioning.markers import marker_options, reduction_options
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.passes.compat import FakeTensorMode, gradient_output, make_graph_module, plain_input, plain_output
-from dsgraph.passes.ir.graph import emit
+from dsgraph.passes import compat
+from dsgraph.passes.ir.graph import insert
 
 from .step_record import Call, StepRecord, Work
 
@@ -58,7 +58,7 @@ def joint_graph(record: StepRecord, seconds: Callable[[Work], float]) -> JointSt
 
 class _Builder:
     def __init__(self, record: StepRecord, seconds: Callable[[Work], float]) -> None:
-        self._record, self._graph, self._mode, self._seconds = record, Graph(), FakeTensorMode(), seconds
+        self._record, self._graph, self._mode, self._seconds = record, Graph(), compat.FakeTensorMode(), seconds
         self._entries = tuple(dict.fromkeys(entry for call in record.calls for entry in call.entries))
         self._full: list[list[Node]] = []
         self._results: list[list[Node]] = []
@@ -85,21 +85,20 @@ class _Builder:
         assert self._token is not None
         results = [*next((made for made in reversed(self._results) if made), []), self._token]
         self._end.args = ((*results, *(node for _, node in grads)),)
-        descs = [plain_output(number) for number in range(len(results))]
+        descs = [compat.plain_output(number) for number in range(len(results))]
         places = {entry: number for number, entry in enumerate(self._entries)}
-        self._end.meta["desc"] = descs + [gradient_output(places[entry]) for entry, _ in grads]
-        gm, copies = make_graph_module(nn.Module(), self._graph), tuple(self._copies)
+        self._end.meta["desc"] = descs + [compat.gradient_output(places[entry]) for entry, _ in grads]
+        gm, copies = compat.make_graph_module(nn.Module(), self._graph), tuple(self._copies)
         return JointStep(gm, self._entries, tuple(entry for entry, _ in grads), copies, len(results))
 
     def _fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        with self._mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return compat.new_fake(self._mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
 
     def _input(self, name: str, like: Tensor, number: int) -> Node:
         node = self._graph.placeholder(name)
         node.target = node.name  # names of parameters may collide
         node.meta["val"] = self._fake(like.shape, like.dtype, like.device)
-        node.meta["desc"] = plain_input(number)
+        node.meta["desc"] = compat.plain_input(number)
         return node
 
     def _tangent(self) -> Node:
@@ -134,7 +133,7 @@ class _Builder:
     def _marker(self, entry: ParameterState, shard: Node) -> Node:
         options = marker_options(entry.spec, entry.param.dtype)
         what = (shard, self._copies.get(entry), list(entry.spec.shape))
-        return emit(self._end, torch.ops.dsgraph.gather_param.default, *what, **options)
+        return insert(self._end, torch.ops.dsgraph.gather_param.default, what, options, self._full_of(entry))
 
     def _backward(self, tangent: Node) -> list[tuple[ParameterState, Node]]:
         """Add the backward, and return the reduced gradients. Each unit's depends on the one before.
@@ -156,7 +155,8 @@ class _Builder:
 
     def _reduced(self, entry: ParameterState, grad: Node) -> Node:
         rows, options = entry.rows, reduction_options(entry.spec, entry.param.dtype)
-        return emit(grad.next, torch.ops.dsgraph.reduce_grad.default, grad, list(rows.shape), **options)
+        value = self._fake(rows.shape, options["dtype"], rows.device)
+        return insert(grad.next, torch.ops.dsgraph.reduce_grad.default, (grad, list(rows.shape)), options, value)
 
     def _gradient(self, call: Call, otherwise: Tensor) -> Tensor:
         """Return the gradient that a unit's backward passes on: that of its first input."""

@@ -46,7 +46,7 @@ def test_a_question_is_answered_once_a_version():
     assert known.get(analysis, gm) == 3 and len(asked) == 3
 
 
-@pytest.mark.parametrize("change", ["move", "argument", "value", "new", "rename"])
+@pytest.mark.parametrize("change", ["move", "argument", "value", "new", "rename", "tag"])
 def test_any_change_of_the_graph_makes_a_new_version(change):
     gm = trace(lambda x: (x.sin(), x.cos()), torch.randn(8))
     sin, cos = find_calls(gm, aten.sin.default)[0], find_calls(gm, aten.cos.default)[0]
@@ -59,6 +59,8 @@ def test_any_change_of_the_graph_makes_a_new_version(change):
         cos.replace_input_with(cos.args[0], sin)
     elif change == "value":
         sin.meta["val"] = sin.meta["val"].clone()
+    elif change == "tag":
+        sin.meta["recompute"] = True
     elif change == "new":
         emit(cos, aten.exp.default, sin)
     else:

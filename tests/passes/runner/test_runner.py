@@ -8,6 +8,7 @@ import torch
 
 from dsgraph.passes import GraphPass, PassContext, PassError, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.ir.graph import emit, find_calls, replace_and_erase, sort_topologically
+from dsgraph.passes.verify import verifier
 from tests.passes.tracing import code, trace
 
 aten = torch.ops.aten
@@ -133,6 +134,35 @@ def return_nothing(gm, ctx):
 def test_faults_are_caught_and_named(fault, message):
     with pytest.raises(PassError, match=message):
         _run(fault, _graph())
+
+
+def leave_alone(gm, ctx):
+    return 0
+
+
+def leave_alone_too(gm, ctx):
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [(drop_a_wait, "has 0 waits"), (use_before_definition, "left a malformed joint graph")]
+)
+def test_a_fault_is_caught_after_passes_that_change_nothing_and_though_its_pass_says_so(fault, message):
+    def lie(gm, ctx):
+        return 0 * fault(gm, ctx)
+
+    pipeline = Pipeline([graph_pass(phase="joint")(each) for each in (leave_alone, leave_alone_too, lie)])
+    with pytest.raises(PassError, match=f"pass lie,? .*{message}|pass lie {message}"):
+        Runner(pipeline).run(_graph(), PassContext(phase=Phase.JOINT))
+
+
+def test_a_graph_that_a_pass_has_left_alone_is_checked_once(monkeypatch):
+    checked = []
+    observe = verifier._observe
+    monkeypatch.setattr(verifier, "_observe", lambda gm, ctx: checked.append(gm) or observe(gm, ctx))
+    pipeline = Pipeline([graph_pass(phase="joint")(each) for each in (leave_alone, leave_alone_too)])
+    Runner(pipeline).run(_graph(), PassContext(phase=Phase.JOINT))
+    assert len(checked) == 1
 
 
 def test_a_class_whose_run_returns_nothing_is_named():
