@@ -24,7 +24,6 @@ from dsgraph.optim.full_matrix import whole_where_needed
 from dsgraph.optim.hooks import Groups
 from dsgraph.optim.registry import MakesOptimizer
 from dsgraph.parallel.pipeline.pipelined import PipelinedModel
-from dsgraph.partitioning.blocks.repeated_blocks import is_block
 from dsgraph.partitioning.partition import partition
 from dsgraph.partitioning.state import partition_states
 from dsgraph.ranks.mesh import resolve_mesh
@@ -290,11 +289,8 @@ def build_engine(made: BuiltOptimizer) -> Engine:
 
 def _compiled(built: BuiltModel, model: nn.Module) -> Callable[..., Any]:
     """Return the function that runs the model: compiled, or itself."""
-    changes = False  # from step to step
-    if built.layer_drop is not None:
-        built.layer_drop.take_over()
-        changes = built.layer_drop.is_own and not any(map(is_block, model.modules()))
-    if changes or not built.resolved.settings.dsgraph.compile:
+    may_compile = built.layer_drop is None or built.layer_drop.take_over(model)
+    if not may_compile or not built.resolved.settings.dsgraph.compile:
         return model
     backend, options = built.logger.graphs or "dsgraph", built.resolved.options
     how: dict[str, Any] = {"backend": backend, "options": options, **isolated()}

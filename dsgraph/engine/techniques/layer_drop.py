@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dsgraph.checkpoint.step_counts import StepCounts
 from dsgraph.engine.config.engine_config import EngineConfig, ProgressiveLayerDropConfig
-from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
+from dsgraph.partitioning.blocks.repeated_blocks import is_block, repeated_blocks
 from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError, EngineError
 from dsgraph.utils.nearest import nearest
@@ -114,10 +114,15 @@ class ProgressiveLayerDrop:
         how = f"; they are graphs of their own{around}" if compiles else ""
         return f"progressive_layer_drop: {count} can be dropped{how}"
 
-    def take_over(self) -> None:
-        """Wrap the forward of each block."""
+    def take_over(self, model: nn.Module) -> bool:
+        """Wrap the forward of each block.
+
+        Returns:
+            True to compile the model. One that drops layers itself changes from step to step around its blocks.
+        """
         for block in self.blocks:
             block.take_over()
+        return not self.is_own or any(map(is_block, model.modules()))
 
     def let_go(self) -> None:
         """Restore the forward of each block."""

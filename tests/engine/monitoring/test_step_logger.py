@@ -104,7 +104,7 @@ def _gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def _gpt2() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     import transformers
 
-    made = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+    made = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False)
     return _HoldsLoss(transformers.GPT2LMHeadModel(made)), (torch.arange(32).reshape(2, 16),)
 
 
@@ -118,6 +118,7 @@ def _llama() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=64,
+        use_cache=False,
     )
     return _HoldsLoss(transformers.LlamaForCausalLM(made)), (torch.arange(32).reshape(2, 16),)
 

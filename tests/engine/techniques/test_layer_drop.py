@@ -173,7 +173,7 @@ def _run(block: type[nn.Module], **config: Any) -> None:
     model = _Model()
     model.blocks = nn.ModuleList(block(False) for _ in range(_BLOCKS))
     drop = ProgressiveLayerDrop(ProgressiveLayerDropConfig(enabled=True, **config), model)
-    drop.take_over()
+    drop.take_over(model)
     model(_batch(0, 0))
 
 
