@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 
-LOSES_GRAPH_OF_GRADIENTS = torch.__version__ < "2.12"
-"""`DTensor.to_local` detaches the gradients of a backward with `create_graph=True`, without an error."""
-
 
 def profiler_runs() -> bool:
     """Return True while one of torch's profilers runs in this process."""

@@ -142,13 +142,13 @@ def gather_now(
         for entry in missing:
             for transform in entry.transforms:
                 transform.before_eager_gather()
-        found = {entry: _known(entry) for entry in entries}
+        copies: dict[ParameterState, Tensor] = {}
         if missing:
             with operations.gathering(named("parameter", missing), outside=outside):
                 copies = {entry: new_copy(entry) for entry in missing if Ranks.of(entry.spec.group).size > 1}
                 start_gathers(tuple(copies.items()))
-                found |= {entry: c10d_functional.wait_tensor(each) for entry, each in copies.items()}
-    return found
+                copies = {entry: c10d_functional.wait_tensor(each) for entry, each in copies.items()}
+        return copies | {entry: _known(entry) for entry in entries if entry not in copies}
 
 
 def _known(entry: ParameterState) -> Tensor:

@@ -2,7 +2,7 @@
 
 Compiled code has no module boundaries, and equal blocks share a graph. Operations are therefore counted in a copy of
 the model on fake tensors (`dsgraph.compiler.module_flops`), and latency is measured in an additional uncompiled
-forward, without gradients. What is compiled, and how, does not depend on the profile.
+forward, without gradients. A profile does not change how the model is compiled.
 """
 
 from __future__ import annotations

@@ -89,10 +89,11 @@ def reduce_accumulated(state: PartitionState) -> None:
     grads: dict[ParameterState, Tensor] = {}
     for entry, is_used in zip(trainable, used, strict=True):
         own = taken.pop(entry)
-        if is_used:  # as in one process: a parameter that no rank used keeps its gradient of None
-            zeros = torch.zeros(entry.spec.shape, dtype=entry.param.dtype, device=entry.param.device)
-            grads[entry] = zeros if own is None else own
-    del own
+        if is_used and own is None:
+            own = torch.zeros(entry.spec.shape, dtype=entry.param.dtype, device=entry.param.device)
+        if own is not None:  # as in one process: a parameter that no rank used keeps its gradient of None
+            grads[entry] = own
+        del own
     reduced = reduce_all(grads)
     for total in read_by_graphs:
         empty_sum(total)

@@ -84,8 +84,8 @@ class StepPlans:
         recorded: The record of the last step.
         at_once: Number of kinds of steps that are planned when they come first: none of uncompiled models, whose first
             step takes no longer than a plan.
-        kind: What is known in advance of the next forward, such as the layers that it drops. It follows only plans of
-            forwards of which the same was known.
+        kind: Identity of the next forward, if the caller knows it, such as the layers that it drops. The forward only
+            follows plans of the same kind.
     """
 
     make: MakePlan | None = None
