@@ -60,13 +60,12 @@ class MicroBatches:
         """Run the model. In training, what follows belongs to a micro-batch of the current step."""
         runs, state = self._runs, self._state
         args, kwargs = cast_floating(move_inputs((args, kwargs), self._device), self._dtype)
-        plans = state.partition.step.plans
-        plans.kind = None
-        if not is_training or not torch.is_grad_enabled():
-            return runs(*args, **kwargs)
+        is_step = is_training and torch.is_grad_enabled()
         if state.layer_drop is not None:
-            kwargs = {**kwargs, **state.layer_drop.begin(state.counts)}
-            plans.kind = state.layer_drop.left_out
+            kwargs = {**kwargs, **state.layer_drop.begin(state.counts)} if is_step else kwargs
+            state.partition.step.plans.kind = state.layer_drop.left_out if is_step else None
+        if not is_step:
+            return runs(*args, **kwargs)
         if state.quantized is not None and state.quantized.blocks:
             self._again = Again(lambda: runs(*args, **kwargs))
         with self._logger.forward(state, args, kwargs):
