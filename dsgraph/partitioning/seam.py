@@ -26,13 +26,14 @@ from dsgraph.compat.dynamo import (
     only_inlined,
     return_to_control_flow,
 )
+from dsgraph.compat.tensors import unseen_by_modes
+from dsgraph.partitioning.blocks.block import BlockLimit
 from dsgraph.passes import ParameterSpec
 from dsgraph.ranks.eager_agreement import is_outside
 from dsgraph.utils.errors import PartitionError
 
 from .accumulation.read_leaves import read_leaves
 from .blocks.block import may_end_graph
-from .blocks.block_limit import BlockLimit
 from .eager.forward_parameter import ForwardParameter
 from .eager.full_parameter import FullParameter
 from .eager.replaced_data import refuse_replaced_data
@@ -106,6 +107,7 @@ def property_for(name: str, spec: ParameterSpec, zero: ZeroStage) -> property:
     return property(read, doc=f"The full parameter {name!r}; its shard stands in `named_parameters()`.")
 
 
+@unseen_by_modes
 def _stand_in(entry: ParameterState, *, is_trained: bool) -> Tensor:
     stand_in = entry.stand_ins[1 if is_trained else 0]
     return stand_in.view_as(stand_in)  # an input that leaves the graph would not be seen
