@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -20,7 +21,6 @@ from dsgraph.tools.cli.inspect.compare_graphs import compare
 from dsgraph.tools.cli.inspect.dumps import Dump
 from dsgraph.tools.cli.inspect.memory import PLANNED as SHOWN
 from dsgraph.tools.cli.inspect.timeline import critical_path, simulate
-from dsgraph.tools.cli.inspect.timeline_plot import overlaps
 from dsgraph.tools.dumping.records import CollectiveRecord, GraphRecord, NodeRecord
 from examples.gpt import GPT, GPTConfig
 from tests.models import build
@@ -235,34 +235,28 @@ def test_time_in_the_queue_is_told_from_time_under_way():
     assert timeline.seconds == 7.0 == 3.0 + timeline.exposed
 
 
-def test_overlap_is_where_both_lanes_are_busy():
-    nodes = (
-        _timed("a", 1.0),
-        _timed("send", 5.0, sends=True),
-        _timed("b", 1.0),
-        _timed("c", 1.0),
-        _timed("wait", 0.0, "send", waits=True),
-        _timed("d", 1.0),
-    )
-    timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", nodes))
-    assert overlaps(timeline) == [(1.0, 3.0)]
-
-
-def test_the_picture_names_lanes_graphs_and_waits(call, gpt_dump, tmp_path):
-    path = tmp_path / "picture.svg"
-    printed = call("collectives", gpt_dump, "--plot", path)
-    assert printed.code == 0
-    texts = re.findall(r"<!-- (.*?) -->", path.read_text())
-    for name in call("collectives", gpt_dump, "--json").json:
-        assert any(name["graph"] in text for text in texts)
-        longest = max(name["collectives"], key=lambda row: row["exposed"])
-        assert any(text.endswith(f" ms for {longest['why']}") for text in texts)
-    assert texts.count("compute") == 3  # a lane in each of two graphs, and the legend
-    assert texts.count("shard (2 ranks)") == 2
-    for word in ("overlap", "communication", "exposed: compute waits"):
-        assert texts.count(word) == 1
-    call("collectives", gpt_dump, "forward", "--plot", path)
-    assert path.read_text().count("<!-- compute -->") == 2
+def test_a_trace_has_lanes_and_waits_of_each_graph(call, gpt_dump, tmp_path):
+    path = tmp_path / "trace.json"
+    assert call("collectives", gpt_dump, "--trace", path).code == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    graphs = call("collectives", gpt_dump, "--json").json
+    assert names == [graph["graph"] for graph in graphs]
+    for number, graph in enumerate(graphs):
+        lanes = {
+            event["args"]["name"]: event["tid"]
+            for event in events
+            if event["name"] == "thread_name" and event["pid"] == number
+        }
+        assert set(lanes) == {"compute", "compute waits", "shard (2)"}
+        spans = [event for event in events if event["ph"] == "X" and event["pid"] == number]
+        longest = max(graph["collectives"], key=lambda row: row["exposed"])
+        waits = [event for event in spans if event["tid"] == lanes["compute waits"]]
+        found = max(waits, key=lambda event: event["dur"])
+        assert found["name"] == f"for {longest['why']}"
+        assert found["dur"] == pytest.approx(1e6 * longest["exposed"])
+        assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e6 * graph["seconds"])
+    assert "cannot be written" in call("collectives", gpt_dump, "--trace", "/nowhere/x.json").err
 
 
 def test_memory(call, gpt_dump):
@@ -275,11 +269,10 @@ def test_memory(call, gpt_dump):
     assert sum(item["bytes"] for item in data["by_origin"]) == data["peak"]
 
 
-@pytest.mark.parametrize("command", ("memory", "collectives"))
 @pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
-def test_pictures(command, suffix, start, call, gpt_dump, tmp_path):
+def test_pictures(suffix, start, call, gpt_dump, tmp_path):
     path = tmp_path / f"picture{suffix}"
-    assert call(command, gpt_dump, "--plot", path).code == 0
+    assert call("memory", gpt_dump, "--plot", path).code == 0
     content = path.read_bytes()
     assert content.startswith(start)
     assert len(content) > 5_000

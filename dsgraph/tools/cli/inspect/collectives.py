@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dsgraph.tools.cli.command import Answer, Command, CommandError
 from dsgraph.tools.cli.table import table
+from dsgraph.tools.cli.trace import Span, write_trace
 from dsgraph.tools.dumping.records import GraphRecord, NodeRecord, TransferRecord
 from dsgraph.tools.dumping.render import bytes_text, listed, ms_text
 from dsgraph.tools.dumping.units import runs_of, runs_text
 
-from . import plots
 from .dumps import Dump, GraphName, add_dump_argument, add_graphs_argument, chosen_graphs
 from .timeline import Timeline, Transfer, critical_path, simulate
-from .timeline_plot import draw
 
 _NOTHING = TransferRecord(kind="", tier="", bytes=0, seconds=0.0)  # of a node that moves nothing
 
 
 def collectives(args: argparse.Namespace) -> Answer:
     """Return each collective of the graphs that finally run, or of one graph."""
-    if args.plot is not None:
-        plots.check_path(args.plot)
     dump = Dump(args.dir)
     names = chosen_graphs(dump, args.graph)
     graphs = [(name, dump.read(name)) for name in names]
@@ -33,10 +31,8 @@ def collectives(args: argparse.Namespace) -> Answer:
         if graph.phase not in ("forward", "backward"):
             raise CommandError(f"{name} never runs (an intermediate graph): name a forward or backward graph")
     timelines = [(name, graph, simulate(graph)) for name, graph in graphs]
-    if args.plot is not None:
-        if not any(timeline.transfers for _, _, timeline in timelines):
-            raise CommandError("--plot: these graphs have no collectives and no transfers to draw")
-        draw([(name, timeline) for name, _, timeline in timelines], _why, args.plot)
+    if args.trace is not None:
+        write_trace((span for name, _, timeline in timelines for span in _spans(str(name), timeline)), args.trace)
     modules = runs_of(dump.units(names[0].rank))
     runs = {name: modules.get(name.compile, ()) for name in names}
     parts = [_describe(f"{name}{runs_text(runs[name])}", graph, timeline) for name, graph, timeline in timelines]
@@ -44,10 +40,29 @@ def collectives(args: argparse.Namespace) -> Answer:
         of_step = {record.compile for record in dump.compiles(dump.ranks[0]) if record.is_step and record.in_step}
         newest = [timeline for name, _, timeline in timelines if name.compile == max(of_step, default=0)]
         parts.append(_total([(len(runs[name]), timeline) for name, _, timeline in timelines], newest))
-    parts += [f"{args.plot}: compute and communication over time"] if args.plot is not None else []
+    parts += [f"{args.trace}: compute and communication over time"] if args.trace is not None else []
     return Answer(
         "\n\n".join(parts), [_data(name, graph, timeline, len(runs[name])) for name, graph, timeline in timelines]
     )
+
+
+def _spans(graph: str, timeline: Timeline) -> Iterator[Span]:
+    """Yield the computation of a graph, its waits, and its transfers."""
+    for node, start, end in timeline.computed:
+        yield Span(node.name, graph, "compute", start, end - start)
+    for transfer in timeline.transfers:
+        why, lane = _why(transfer.node), _axis(transfer.node)
+        if transfer.exposed:
+            yield Span(f"for {why}", graph, "compute waits", transfer.end - transfer.exposed, transfer.exposed)
+        yield Span(f"{transfer.node.name}: {why}", graph, lane, transfer.start, transfer.end - transfer.start)
+
+
+def _axis(node: NodeRecord) -> str:
+    """Return the ranks or the tier that a transfer is to or from."""
+    found = node.collective
+    if found is None:
+        return f"to and from {(node.transfer or _NOTHING).tier}"
+    return f"{found.axis} ({found.ranks})" if found.axis else f"group {found.group}"
 
 
 def _total(timelines: list[tuple[int, Timeline]], of_step: list[Timeline]) -> str:
@@ -109,9 +124,8 @@ def _queue(timeline: Timeline) -> str:
 def _row(transfer: Transfer) -> list[str]:
     found = transfer.node.collective
     assert found is not None
-    axis = f"{found.axis} ({found.ranks})" if found.axis else f"group {found.group}"
     times = [ms_text(seconds) for seconds in (found.seconds or 0.0, transfer.exposed, transfer.queued)]
-    what = [transfer.node.name, found.kind, _why(transfer.node), axis, bytes_text(found.sent)]
+    what = [transfer.node.name, found.kind, _why(transfer.node), _axis(transfer.node), bytes_text(found.sent)]
     return [*what, *times, _overlaps(transfer)]
 
 
@@ -159,7 +173,7 @@ def _transfer_data(transfer: Transfer) -> dict[str, Any]:
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_dump_argument(parser)
     add_graphs_argument(parser)
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw what runs over time: .svg or .png")
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="write what runs over time, for ui.perfetto.dev")
 
 
 COMMAND = Command(
@@ -168,9 +182,9 @@ COMMAND = Command(
     description="List each collective: its reason (the parameter that it gathers, the gradient that it reduces, or the "
     "pass that created it), bytes that a rank sends, predicted time, the time that computation waits for it, the part "
     "of that wait in a queue after other collectives, and the computation that it overlaps with. Then list transfers "
-    "between memory and a tier below it (host, disk), and the critical path. --plot draws one lane for computation and "
-    "one for each process group and tier, with the forward and the backward of a compile side by side, and labels the "
-    "longest waits.",
+    "between memory and a tier below it (host, disk), and the critical path. --trace writes the predicted timeline of "
+    "each graph as Chrome trace events: a lane for computation, one for its waits, and one for each process group and "
+    "tier.",
     configure=_configure,
     run=collectives,
 )

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsgraph.tools.cli.command import Answer, Command, CommandError
-from dsgraph.tools.cli.inspect import plots
 from dsgraph.tools.cli.table import table
+from dsgraph.tools.cli.trace import Span, write_trace
 from dsgraph.utils.errors import OptionError
 
 if TYPE_CHECKING:
     from dsgraph.parallel.pipeline.schedule_order import Slot
 
 _WIDEST = 120  # characters of a line of the timeline
-_COLOURS = {"F": "tab:blue", "B": "tab:orange", "I": "tab:red", "W": "tab:green"}
 _LABELS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
@@ -26,8 +26,6 @@ def schedule(args: argparse.Namespace) -> Answer:
     from dsgraph.tools.planning.schedules import actions_on_paper
 
     kind = _kind(args.kind)
-    if args.plot is not None:
-        plots.check_path(args.plot)
     if args.ranks is not None and args.ranks < 1:
         raise CommandError(f"--ranks is {args.ranks}; it takes 1 or more")
     if args.microbatches < args.stages:
@@ -42,8 +40,8 @@ def schedule(args: argparse.Namespace) -> Answer:
     except OptionError as error:
         raise CommandError(str(error).removeprefix("pipeline: ")) from None
     bubble, length = bubble_share(slots), max(slot.end for slot in slots)
-    if args.plot is not None:
-        _draw(slots, kind, bubble=bubble, path=args.plot)
+    if args.trace is not None:
+        write_trace(itertools.chain.from_iterable(_spans(slot, kind) for slot in slots), args.trace)
     title = f"{kind}: {args.stages} stages on {ranks} ranks, {args.microbatches} micro-batches"
     rows = [[str(rank), " ".join(map(str, stages)), _line(slots, rank)] for rank, stages in enumerate(held)]
     lines = [
@@ -91,34 +89,11 @@ def _line(slots: list[Slot], rank: int) -> str:
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
 
 
-def _draw(slots: list[Slot], kind: str, *, bubble: float, path: Path) -> None:
-    ranks = sorted({slot.rank for slot in slots})
-    figure, (axis,) = plots.new_figure(rows=1, height=0.8 + 0.4 * len(ranks))
-    for letter, label in _LABELS.items():
-        spans = [(slot.rank, *span) for slot in slots for span in _spans(slot, letter)]
-        lanes, starts, widths = zip(*spans, strict=True) if spans else ((), (), ())
-        axis.barh(
-            *(lanes, widths),
-            left=starts,
-            color=_COLOURS[letter],
-            edgecolor="white",
-            linewidth=0.3,
-            label=label if spans else None,
-        )
-    axis.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axis.invert_yaxis()
-    axis.set_xlabel("time, in forwards of a stage")
-    axis.set_title(f"{kind}: bubble {bubble:.1%}", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=len(_LABELS), fontsize=8)
-    plots.save(figure, path)
-
-
-def _spans(slot: Slot, wanted: str) -> Iterator[tuple[float, float]]:
-    """Yield when an action begins with work of a kind, and how long that takes."""
+def _spans(slot: Slot, schedule: str) -> Iterator[Span]:
+    """Yield the parts of an action; a forward of a stage takes a second."""
     start = slot.start
     for kind, cost in slot.kinds:
-        if kind == wanted:
-            yield start, cost
+        yield Span(f"{_LABELS[kind]}: {slot.action}", schedule, f"rank {slot.rank}", start, cost)
         start += cost
 
 
@@ -131,7 +106,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of ranks (default: one per stage, or one per two stages where a rank runs two)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the timeline to a file: .svg, .png or .pdf")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the timeline to a file, for ui.perfetto.dev")
 
 
 COMMAND = Command(

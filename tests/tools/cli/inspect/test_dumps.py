@@ -148,7 +148,7 @@ def test_a_pass_of_several_phases_must_be_told_apart(call, copy):
         (("collectives", "joint"), "never runs"),
         (("memory", "--most", "-1"), "is not a number of lines"),
         (("memory", "--plot", "picture.bmp"), "picture.bmp"),
-        (("collectives", "--plot", "/nowhere/x.svg"), "does not exist"),
+        (("memory", "--plot", "/nowhere/x.svg"), "does not exist"),
         (("diff", "joint"), "required: B"),
         (("lss",), "did you mean 'ls'"),
     ],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 
@@ -23,11 +25,15 @@ def test_torchs_schedules_of_several_stages_a_rank(call):
     assert found["bubble"] < _called(call, "--kind", "Interleaved1F1B", "--json").json["bubble"]
 
 
-def test_a_picture(call, tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "zbv.svg"
-    assert _called(call, "--kind", "dual", "--plot", file).code == 0
-    assert "gradients of weights" in file.read_text() or file.stat().st_size > 10_000
+def test_a_trace(call, tmp_path):
+    file = tmp_path / "trace.json"
+    assert _called(call, "--kind", "gpipe", "--trace", file).code == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    lanes = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert lanes == [f"rank {rank}" for rank in range(4)]
+    spans = [event for event in events if event["ph"] == "X" and event["tid"] == 3]
+    assert [event["dur"] for event in spans] == [1e6] * 8 + [2e6] * 8
+    assert spans[0] == {"ph": "X", "name": "forward: 3F0", "ts": 3e6, "dur": 1e6, "pid": 0, "tid": 3}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +42,7 @@ def test_a_picture(call, tmp_path):
         (["--kind", "interleaved"], "--kind is 'interleaved'; it takes one of GPipe, 1F1B"),
         (["--kind", "zbv", "--ranks", 4], "ZBVZeroBubble on 4 ranks takes 8 stages, not 4"),
         (["--microbatches", 3], "--microbatches is 3; it takes at least as many as --stages, 4"),
-        (["--plot", "x.txt"], "it takes a file that ends in"),
+        (["--trace", "/nowhere/x.json"], "--trace: /nowhere/x.json cannot be written"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, arguments, message):
