@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from dsgraph.passes.ir.parameters import AxisRole, GraphInput, InputRole, MeshAxis
+
 from .analysis.cost import CostModel
 from .core.capture_facts import CaptureFacts
 from .core.context import PassContext, Phase
@@ -11,9 +13,7 @@ from .core.graph_pair import GraphPair
 from .core.graph_pass import FunctionPass, GraphPass, PassResult, graph_pass
 from .core.pipeline import Pipeline
 from .errors import PassError
-from .ir.mesh_axis import AxisRole, MeshAxis
 from .ir.parameters import ParameterSpec
-from .ir.roles import GraphInput, InputRole
 from .kernels.matching import call_of
 from .kernels.registry import KERNELS
 from .kernels.spec import Derived, Gain, KernelSpec, Match, NearMiss, Setting

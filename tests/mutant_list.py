@@ -476,11 +476,6 @@ STEP = (
         ),
     ),
     Mutant(
-        *("compiles-nothing-again", "dsgraph/compat/compiled.py", "missing step"),
-        *("compile_again", "torch._dynamo.reset_code(code)", "pass"),
-        killers=("tests/compat/test_compiled.py",),
-    ),
-    Mutant(
         *("hooks-of-late-gradients", "dsgraph/partitioning/accumulation/reduce_accumulated.py", "missing step"),
         *(
             "deliver",
@@ -882,7 +877,7 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("hooked-parameter-is-planned", "dsgraph/compiler/step_plans.py", "ranks differ"),
-        *("StepPlanning.of", "if entry.name in hooked", "if False"),
+        *("_without_differences", "if entry.name in watched", "if False"),
         killers=("tests/distributed/test_blocks.py::test_a_hook_on_one_rank_changes_no_order",),
     ),
     Mutant(
@@ -1587,7 +1582,7 @@ PARALLEL = (
         killers=("tests/distributed/test_sliced_few_bits.py",),
     ),
     Mutant(
-        *("few-bits-not-summed", "passes/parallel/slice_few_bits.py", "missing term"),
+        *("few-bits-not-summed", "passes/parallel/slice_rules.py", "missing term"),
         *("multiply_sliced_weight", "=True,", "=False,"),
         killers=("tests/passes/parallel/test_slice_tensors.py",),
     ),

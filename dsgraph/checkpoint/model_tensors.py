@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from dsgraph.inductor_ext import resolve_group
 from dsgraph.partitioning.rows import distributed_like, full_value, own_part, rows_like, split_dims
 from dsgraph.partitioning.state import partition_states
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.utils.errors import CheckpointError
 
 from .weight_files import describe

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -61,16 +59,6 @@ def compile_metrics() -> list[Any]:
 def recompile_limit() -> int:
     """Return the number of times that Dynamo compiles a function before it runs it uncompiled."""
     return int(torch.compiler.config.recompile_limit)
-
-
-def compile_again(model: torch.nn.Module) -> None:
-    """Let Dynamo compile the methods of a model anew, also those that it has decided to run uncompiled."""
-    for kind in {base for module in model.modules() for base in type(module).__mro__}:
-        is_of_torch = kind.__module__.startswith("torch.")
-        for function in [vars(kind).get("forward")] if is_of_torch else vars(kind).values():
-            code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-            if isinstance(code, CodeType):
-                torch._dynamo.reset_code(code)
 
 
 def allowing_recompiles(functions: int = 256) -> Any:

@@ -15,7 +15,6 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dsgraph.compat.dynamo import active_ddp, past_dynamo
-from dsgraph.partitioning.accumulation.step_copies import choose_step_copies
 from dsgraph.partitioning.additions import is_plain
 from dsgraph.partitioning.blocks.unit import unit_of
 from dsgraph.partitioning.state import PartitionState, partition_states
@@ -47,7 +46,6 @@ from .memory_limit.limit_scope import (
     is_limited_block,
     limit_gap,
     over_limit,
-    refuse_block,
     refuse_memory_budget,
     with_shared_graph,
     with_unread,
@@ -138,23 +136,19 @@ class Backend:
         self._warn_of_read_ahead(request, states)
         watch = Watches([observer.begin(request) for observer in self.observers])
         compiler = choice.compiler(request, watch)
-        if compiler.may_hold_copies:
-            choose_step_copies(request.facts, request.module)
         if request.agreement is None and not isinstance(request.module, StageGraphModule):
             self._warn_of_local_gradients(example_inputs, chosen)
         elif request.agreement is not None and request.is_new:
             request.agreement.confirm("compile different collectives", request.lines)
-        refusal: MemoryLimitError | None = None
+        is_limited = is_limited_block(request.facts)
         try:
             compiled = compiler.compile(gm, example_inputs)
         except MemoryLimitError as error:
-            if not is_limited_block(request.facts):
-                raise
-            refusal = error
-        if is_limited_block(request.facts):
-            refusal = agree_on_spare(request, compiler.outcome, refusal, self.agreements)
-            if refusal is not None:  # after an error here Dynamo would compile nothing else in this call
-                return partial(refuse_block, refusal)
+            if is_limited:
+                agree_on_spare(request, compiler.outcome, error, self.agreements)
+            raise
+        if is_limited:
+            agree_on_spare(request, compiler.outcome, None, self.agreements)
         self._warn_of_limit(request, over_limit(request, compiler.outcome))
         inlining = [PassRecord(inline_regions.__name__, Phase.CAPTURE, len(inlined), inlined)] if inlined else []
         watch.finished(replace(compiler.outcome, passes=(*inlining, *compiler.outcome.passes)))

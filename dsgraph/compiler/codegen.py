@@ -63,7 +63,6 @@ class Compilation:
     Attributes:
         options: The user's.
         awaits_copies: True if the compiled graph waits for its gathered copies; otherwise its caller must.
-        records_cuda_graphs: True if Inductor records CUDA graphs and replays them.
         collectives: One line a collective of the lowered graphs; None until they are lowered, and for good when torch's
             cache had the compiled graph.
         from_cache: True if AOTAutograd's cache had the graph, so that no pass after the capture ran.
@@ -89,9 +88,8 @@ class Compilation:
         self._agree = agree  # asks the other ranks how to keep a memory limit
         self._watch = watch or CompileWatch()
         self.collectives: list[str] | None = None
-        self.records_cuda_graphs = records_cuda_graphs(options, mode)
         # A replayed recording of kernels would not wait for what is under way.
-        if facts.gathered_copies and self.records_cuda_graphs:
+        if facts.gathered_copies and _records_cuda_graphs(options, mode):
             facts = replace(facts, gathered_copies=frozenset())
         self._facts = facts
         self.awaits_copies = bool(facts.gathered_copies) and any(isinstance(item, AwaitCopies) for item in pipeline)
@@ -170,7 +168,7 @@ class Compilation:
             self.collectives = [*(self.collectives or []), *lines]
 
 
-def records_cuda_graphs(options: BackendOptions, mode: str | None) -> bool:
+def _records_cuda_graphs(options: BackendOptions, mode: str | None) -> bool:
     """Return whether Inductor records CUDA graphs under these options."""
     return options.codegen == "inductor" and uses_cudagraphs(_settings(options, mode))
 

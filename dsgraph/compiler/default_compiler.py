@@ -67,11 +67,6 @@ class UsualCompiler:
         return self.compilation.awaits_copies
 
     @property
-    def may_hold_copies(self) -> bool:
-        """False with CUDA graphs: a recording would copy tensors that are at another address in each step."""
-        return not self.compilation.records_cuda_graphs
-
-    @property
     def outcome(self) -> CompileOutcome:
         """The outcome of `compile`."""
         return self.compilation.outcome

@@ -105,10 +105,6 @@ class GraphCompiler(Protocol):
         """True if the compiled graph waits for the gathered copies that it reads; otherwise its caller must."""
 
     @property
-    def may_hold_copies(self) -> bool:
-        """True if the addresses of gathered copies of stage 3 may change from step to step."""
-
-    @property
     def outcome(self) -> CompileOutcome:
         """The outcome of `compile`."""
 

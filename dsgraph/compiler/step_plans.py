@@ -35,7 +35,7 @@ from .costs.agreed import known_costs
 from .fake_run import on_fakes
 from .frames import Capture, SourceLine
 from .options import BackendOptions
-from .request import CompileObserver, CompileOutcome, CompileRequest, CompileWatch, Watches
+from .request import CompileObserver, CompileOutcome, CompileRequest, Watches
 
 PlanStep = Callable[..., StepPlan]
 """`Backend.plan_step`."""
@@ -66,82 +66,34 @@ def _state_of(stand_in: Any) -> PartitionState:
     return held_by(module).partition
 
 
-@dataclass(frozen=True)
-class StepPlanning:
-    """The graph of a recorded step, and what its passes may use.
+def plan_step(
+    state: PartitionState,
+    record: StepRecord,
+    options: BackendOptions,
+    *,
+    number: int,
+    observers: Sequence[CompileObserver],
+    agreements: Agreements,
+) -> StepPlan:
+    """Return the plan of a recorded step, which observers see like a compile. All ranks call it at the same point.
 
-    Attributes:
-        request: The step, as observers of compiles see it.
-        joint: The graph.
+    Args:
+        state: The model.
         record: The step.
-        alone: See `StepPlan`.
-        signature: See `StepPlan`.
+        options: The options with which its graphs were compiled.
+        number: Number among the compiles of this process.
+        observers: Those of the backend.
+        agreements: Those of the backend.
+
+    Raises:
+        RanksDisagreeError: The ranks would run different collectives.
     """
-
-    request: CompileRequest
-    joint: JointStep
-    record: StepRecord
-    alone: frozenset[ParameterState]
-    signature: Any
-
-    @staticmethod
-    def of(
-        state: PartitionState, options: BackendOptions, record: StepRecord, *, number: int, agreement: Agreement
-    ) -> StepPlanning:
-        """Return the graph of a step of a model. All ranks call it at the same point.
-
-        Args:
-            state: The model.
-            options: The options with which its graphs were compiled.
-            record: The step.
-            number: Number among the compiles of this process.
-            agreement: The agreement of the model's ranks.
-        """
-        mesh = state.parameter_mesh
-        known = known_costs(agreement, mesh.device_type)
-        costs = known.model(mesh, state.axes)
-        said = _exchanged(agreement, state, record)
-        hooked = {name for own in said for name in own.hooked}
-        alone = frozenset(entry for entry in state.parameters if entry.name in hooked)
-        signature, record = record.signature, record.without(alone).timed(said[0].work)
-        joint = joint_graph(record, lambda work: costs.kernel_seconds(work.operations, work.moved, dtype=work.dtype))
-        names = enumerate(entry.name for entry in joint.entries)
-        facts = CaptureFacts(
-            axes=state.axes,
-            params={number: entry.current_spec() for number, entry in enumerate(joint.entries)},
-            roles={number: GraphInput(InputRole.SHARD, name, model_name=name) for number, name in names},
-            costs=costs,
-            device_type=mesh.device_type,
-            keep_bytes=state.step.limit.spare,
-            keeps_limit=state.step.limit.is_kept,
-            is_step=True,
-        )
-        code = plain_class(state.root).forward.__code__
-        function = SourceLine(code.co_filename, code.co_firstlineno, f"step of {type(state.root).__name__}")
-        request = CompileRequest(
-            number=number,
-            options=options,
-            pipeline=build_pipeline(options, facts),
-            mode=None,
-            capture=Capture(function),
-            module=state.root,
-            # No parameter, because a log would keep its owners.
-            inputs=(torch.empty(0, requires_grad=bool(record.backward)),),
-            facts=facts,
-            costs=known.describe(mesh, state.axes),
-            agreement=agreement,
-            reads_held=bool(record.held),
-        )
-        return StepPlanning(request, joint, record, alone, signature)
-
-    def run(self, watch: CompileWatch) -> tuple[StepPlan, CompileOutcome]:
-        """Run the passes, and return the plan.
-
-        Raises:
-            RanksDisagreeError: The ranks would run different collectives.
-        """
-        request, joint, record = self.request, self.joint, self.record
-        runner = Runner(request.pipeline, sink=watch, after_phase=watch.after_phase, verify=request.options.verify)
+    with torch.set_grad_enabled(bool(record.backward)), compiled_when_run():
+        agreement, signature = agreements.over(state.parameter_mesh), record.signature
+        alone, record = _without_differences(agreement, state, record)
+        request, joint = _request(state, options, record, number=number, agreement=agreement)
+        watch = Watches([observer.begin(request) for observer in observers])
+        runner = Runner(request.pipeline, sink=watch, after_phase=watch.after_phase, verify=options.verify)
         inputs = [node.name for node in joint.gm.graph.find_nodes(op="placeholder")]
         shards = dict(zip(inputs, joint.entries, strict=False))
         copies = dict(zip(inputs[len(shards) :], joint.copies, strict=False))
@@ -160,38 +112,47 @@ class StepPlanning:
         else:
             InferenceLowering(runner, request.facts)(joint.gm.graph)
             forward = lower(joint.gm, shards=shards)
-        assert request.agreement is not None
-        request.agreement.confirm("run different steps", runner.orders)
-        plan = StepPlan(record, joint.gradients, shards, copies, kept, self.alone, self.signature, forward, backward)
-        return plan, CompileOutcome(tuple(runner.records))
+        agreement.confirm("run different steps", runner.orders)
+        watch.finished(CompileOutcome(tuple(runner.records)))
+    return StepPlan(record, joint.gradients, shards, copies, kept, alone, signature, forward, backward)
 
 
-def plan_step(
-    state: PartitionState,
-    record: StepRecord,
-    options: BackendOptions,
-    *,
-    number: int,
-    observers: Sequence[CompileObserver],
-    agreements: Agreements,
-) -> StepPlan:
-    """Return the plan of a recorded step, which observers see like a compile.
-
-    Args:
-        state: The model.
-        record: The step.
-        options: The options of its graphs.
-        number: Number among the compiles of this process.
-        observers: Those of the backend.
-        agreements: Those of the backend.
-    """
-    with torch.set_grad_enabled(bool(record.backward)), compiled_when_run():
-        agreement = agreements.over(state.parameter_mesh)
-        planning = StepPlanning.of(state, options, record, number=number, agreement=agreement)
-        watch = Watches([observer.begin(planning.request) for observer in observers])
-        plan, outcome = planning.run(watch)
-        watch.finished(outcome)
-    return plan
+def _request(
+    state: PartitionState, options: BackendOptions, record: StepRecord, *, number: int, agreement: Agreement
+) -> tuple[CompileRequest, JointStep]:
+    """Return a step as observers of compiles see it, and its graph."""
+    mesh = state.parameter_mesh
+    known = known_costs(agreement, mesh.device_type)
+    costs = known.model(mesh, state.axes)
+    joint = joint_graph(record, lambda work: costs.kernel_seconds(work.operations, work.moved, dtype=work.dtype))
+    names = enumerate(entry.name for entry in joint.entries)
+    facts = CaptureFacts(
+        axes=state.axes,
+        params={number: entry.current_spec() for number, entry in enumerate(joint.entries)},
+        roles={number: GraphInput(InputRole.SHARD, name, model_name=name) for number, name in names},
+        costs=costs,
+        device_type=mesh.device_type,
+        keep_bytes=state.step.limit.spare,
+        keeps_limit=state.step.limit.is_kept,
+        is_step=True,
+    )
+    code = plain_class(state.root).forward.__code__
+    function = SourceLine(code.co_filename, code.co_firstlineno, f"step of {type(state.root).__name__}")
+    request = CompileRequest(
+        number=number,
+        options=options,
+        pipeline=build_pipeline(options, facts),
+        mode=None,
+        capture=Capture(function),
+        module=state.root,
+        # No parameter, because a log would keep its owners.
+        inputs=(torch.empty(0, requires_grad=bool(record.backward)),),
+        facts=facts,
+        costs=known.describe(mesh, state.axes),
+        agreement=agreement,
+        reads_held=bool(record.held),
+    )
+    return request, joint
 
 
 @dataclass(frozen=True)
@@ -207,13 +168,18 @@ class _OfRank:
     work: tuple[tuple[int, int, str], ...]
 
 
-def _exchanged(agreement: Agreement, state: PartitionState, record: StepRecord) -> list[_OfRank]:
-    """Return what all ranks say, the first one first."""
+def _without_differences(
+    agreement: Agreement, state: PartitionState, record: StepRecord
+) -> tuple[frozenset[ParameterState], StepRecord]:
+    """Return the parameters with hooks on any rank, and the record without them, with the work of the first rank."""
     hooked = tuple(entry.name for entry in state.parameters if has_hooks(entry.param))
     works = [call.unit.work for call in record.calls]
     own = _OfRank(hooked, tuple((work.operations, work.moved, str(work.dtype)) for work in works))
     said = agreement.exchange("what differs between them", to_json_text(own))
-    return [from_json_text(_OfRank, said[rank]) for rank in sorted(said)]
+    ranks = [from_json_text(_OfRank, said[rank]) for rank in sorted(said)]
+    watched = {name for rank in ranks for name in rank.hooked}
+    alone = frozenset(entry for entry in state.parameters if entry.name in watched)
+    return alone, record.without(alone).timed(ranks[0].work)
 
 
 def _split(gm: GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.utils.errors import PartitionError
 
 from .parameter import ParameterState

@@ -55,12 +55,10 @@ class ParameterState:
         replicated_because: Why it is replicated; empty for a sharded parameter.
         transforms: The changes to it around its gather, in this order.
         reducer: The transform that reduces its gradient in place of the average, if there is one.
-        gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2, and of stage 3 while it is held for a step; None
-            otherwise, and for replicated parameters.
+        gathered_copy: `[*shape]`, the gathered copy of stages 1 and 2; None otherwise, and for replicated parameters.
         stand_ins: Tensors `[*shape]` without memory that stand for the full parameter in graphs of units: the second
             one requires a gradient. Empty if it is read in other ways.
         updates: Number of optimizer steps on it.
-        is_held_for_step: True if stage 3 holds a gathered copy from the first micro-batch of a step to the last.
         freshness: Knowledge about the gathered copy.
         leaf: What modules return while gradients are not reduced; see `accumulation`.
         accumulated_grad: `[*shape]` in the master dtype, the sum of the leaf's gradients, or zeros that wait for them.
@@ -84,7 +82,6 @@ class ParameterState:
     gathered_copy: Tensor | None = field(default=None, repr=False)
     stand_ins: tuple[Tensor, ...] = field(default=(), repr=False)
     updates: int = 0
-    is_held_for_step: bool = False
     freshness: Freshness = Freshness.STALE
     leaf: Tensor | None = None
     accumulated_grad: Tensor | None = None
@@ -203,7 +200,6 @@ class ParameterState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no part in the step.
-        gathered_copy = None if self.zero.gathers_each_use else self.gathered_copy
         nothing = {
             "leaf": None,
             "accumulated_grad": None,
@@ -216,7 +212,7 @@ class ParameterState:
         }
         noted = {"hooked_param": 0, "noted_version": None}
         transforms = tuple(transform for transform in self.transforms if transform.is_copied)
-        copies = {"gathered_copy": gathered_copy, "stand_ins": tuple(map(_kind_of, self.stand_ins))}
+        copies = {"stand_ins": tuple(map(_kind_of, self.stand_ins))}
         return {**self.__dict__, **nothing, **noted, **copies, "transforms": transforms}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DeviceMesh
 
 from dsgraph.compat.modules import dtypes_after
 from dsgraph.passes import AxisRole, ParameterSpec
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.eager_agreement import VARIABLE, patience_of
 from dsgraph.ranks.mesh import mesh_axes, resolve_mesh

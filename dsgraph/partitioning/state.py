@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.optim import Optimizer
 
-from dsgraph.compat.autograd import at_end_of_backward
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.passes import AxisRole, MeshAxis, ParameterSpec
 from dsgraph.ranks.crossed_mesh import crossed_mesh
@@ -28,7 +29,32 @@ from .rows import placements_for
 from .stages import STAGES, CopyLifetime, ZeroStage
 from .step.step_plan import StepPlan
 from .step.step_run import StepRun
-from .step_phase import FOLLOWING, StepPhase
+
+
+class StepPhase(Enum):
+    """The phase of a model between two optimizer steps; `FOLLOWING` says which may come next."""
+
+    IDLE = "idle"
+    """Outside `accumulate`, nothing added up: each backward reduces its gradients."""
+    REDUCING_EACH = "reducing each"
+    """Inside `accumulate`, and each backward reduces its gradients."""
+    ADDING = "adding"
+    """Inside `accumulate`: gradients are added up on this rank."""
+    LAST = "last"
+    """Outside, after `ADDING`: the next backward ends the step."""
+    ENDING = "ending"
+    """That backward runs, and reduces at its end what its graphs have not; or it has failed, and another one will."""
+
+
+FOLLOWING: Mapping[StepPhase, tuple[StepPhase, ...]] = MappingProxyType(
+    {
+        StepPhase.IDLE: (StepPhase.REDUCING_EACH, StepPhase.ADDING),
+        StepPhase.REDUCING_EACH: (StepPhase.IDLE, StepPhase.ADDING),
+        StepPhase.ADDING: (StepPhase.LAST, StepPhase.IDLE),
+        StepPhase.LAST: (StepPhase.ENDING, StepPhase.ADDING, StepPhase.IDLE),
+        StepPhase.ENDING: (StepPhase.IDLE, StepPhase.ADDING),
+    }
+)
 
 
 @dataclass(eq=False)
@@ -52,7 +78,6 @@ class PartitionState:
         accumulating: True inside `accumulate(model)`. Captured code reads this boolean and the next one.
         gradients_stay_local: True while gradients are added up instead of reduced.
         sums_were_read: True if a compiled graph has been given sums that it may add to its gradients.
-        step_room: Bytes that stage 3 may hold for a step of micro-batches; None while that is not known.
         reduces_once: True if the last `accumulate` reduced gradients once a step; at first the default of the stage.
         awaiting_last_backward: True from the first gradient under `accumulate` to the backward that ends the step.
         reducing_in: The backward that reduces what is left at its end, or was to and failed; -1 if there is none.
@@ -80,7 +105,6 @@ class PartitionState:
     accumulating: bool = False
     gradients_stay_local: bool = False
     sums_were_read: bool = False
-    step_room: int | None = None
     reduces_once: bool = field(init=False)
     awaiting_last_backward: bool = False
     reducing_in: int = -1
@@ -176,42 +200,21 @@ class PartitionState:
 
     def keep_copy(self, entry: ParameterState) -> None:
         """Stages 1 and 2: allocate the gathered copy of a sharded parameter, empty and stale."""
-        if entry.spec.group and self.zero.copy_lifetime is CopyLifetime.ALWAYS:
-            self._add_copy(entry)
-
-    def _add_copy(self, entry: ParameterState) -> None:
+        if not entry.spec.group or self.zero.copy_lifetime is not CopyLifetime.ALWAYS:
+            return
         entry.gathered_copy = new_copy(entry)
         keep_static(entry.gathered_copy)
         entry.gathered_copy.dsgraph_partition = self  # type: ignore[attr-defined]  # a graph that reads it refreshes it
         entry.freshness = Freshness.STALE
 
-    def hold_copies(self) -> None:
-        """Stage 3: allocate the gathered copies that are held for the step, unless there are some."""
-        if self.copied():
-            return
-        for entry in self.parameters:
-            if entry.is_held_for_step:
-                self._add_copy(entry)
-
-    def release_copies(self) -> None:
-        """Release gathered copies that were held for a step. What autograd has saved lives as long as its graph."""
-        self.copies.finish()
-        for entry in self.copied():
-            entry.gathered_copy = None
-
     def note_gradient(self) -> None:
-        """Note that a gradient was computed: unless the step goes on, expect an update of the shards.
-
-        What stage 3 holds for the step is released at the end of the backward.
-        """
+        """Note that a gradient was computed: unless the step goes on, expect an update of the shards."""
         self.copies.finish()  # what a backward reads must not be written to
         self.awaiting_last_backward = self.accumulating
         if self.accumulating:
             return
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
-        if self.zero.gathers_each_use and self.copied():
-            at_end_of_backward(self.release_copies)
 
     def give_up_step(self) -> None:
         """Drop the micro-batches of a step. An update of the shards may follow, or another step."""
@@ -220,8 +223,6 @@ class PartitionState:
         self.awaiting_last_backward = False
         for entry in self.copied():
             entry.freshness = min(entry.freshness, Freshness.SUSPECT)
-        if self.zero.gathers_each_use and not self.accumulating:
-            self.release_copies()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped: gathered copies of its parameters are stale.
@@ -233,9 +234,6 @@ class PartitionState:
         self.step.release_held()
         for entry in self.parameters:
             entry.updates += id(entry.param) in stepped
-        if self.zero.gathers_each_use and any(entry.observe() is Freshness.STALE for entry in self.copied()):
-            self.awaiting_last_backward = False  # each micro-batch was inside `accumulate`
-            self.release_copies()
 
     def __getstate__(self) -> dict[str, Any]:
         self.copies.finish()  # a copy of a gathered copy would never arrive

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, 
 from dsgraph.compat.autograd import has_hooks
 from dsgraph.compat.dtensor import strided_shard
 from dsgraph.compat.dynamo import only_inlined
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.ranks.model_operations import ModelOperations
 from dsgraph.utils.errors import PartitionError
 

@@ -28,7 +28,7 @@ from dsgraph.passes.ir.collectives import (
     is_collective,
 )
 from dsgraph.passes.ir.graph import aliased_arguments, mutates_arguments
-from dsgraph.passes.ir.mesh_axis import MeshAxis
+from dsgraph.passes.ir.parameters import MeshAxis
 
 from .hardware import TIERS, Device, Link, LinkTable, default_links, device_and_tiers
 from .sizes import UNKNOWN_SIZE, Size, expression_of, hint, number_of, tensor_bytes

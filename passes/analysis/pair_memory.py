@@ -11,9 +11,7 @@ from torch.fx import GraphModule
 from dsgraph.inductor_ext import chunk_rows
 from dsgraph.passes.compat import captured_gradients, captured_input, is_tangent
 from dsgraph.passes.ir.graph import fake_value, placeholders
-from dsgraph.passes.ir.mesh_axis import MeshAxis, shard_axis
-from dsgraph.passes.ir.parameters import ParameterSpec
-from dsgraph.passes.ir.roles import GraphInput, InputRole
+from dsgraph.passes.ir.parameters import GraphInput, InputRole, MeshAxis, ParameterSpec, shard_axis
 
 from .memory import simulate
 from .pieces import GraphMemory

@@ -13,9 +13,7 @@ from dsgraph.passes.analysis.budget import MemoryBudget, MemoryPart, StageNeeds,
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.compat import captured_gradients, captured_input
 from dsgraph.passes.ir.graph import placeholders
-from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.parameters import ParameterSpec
-from dsgraph.passes.ir.roles import GraphInput
+from dsgraph.passes.ir.parameters import GraphInput, MeshAxis, ParameterSpec
 
 from .context import PassContext, Phase
 from .graph_pair import GraphPair

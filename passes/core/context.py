@@ -14,9 +14,7 @@ from dsgraph.passes.analysis.analyses import Analyses
 from dsgraph.passes.analysis.budget import MemoryBudget
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.errors import PassError
-from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.parameters import ParameterSpec
-from dsgraph.passes.ir.roles import GraphInput
+from dsgraph.passes.ir.parameters import GraphInput, MeshAxis, ParameterSpec
 
 
 class Phase(Enum):

@@ -1,13 +1,129 @@
-"""A parameter of a partitioned model, as passes see it."""
+"""The parameters and the other inputs of a captured graph, as passes see them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from .parameter_slice import ParameterSlice
+from dsgraph.inductor_ext import slice_of
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """The shard of a parameter along one dimension, over the ranks of a tensor-parallel axis.
+
+    Attributes:
+        dim: The sharded dimension; -1: none, the parameter is replicated.
+        parts: Number of equal pieces that this dimension consists of; each of them is sharded.
+        ranks: Number of ranks that share it.
+        group: Name of their process group.
+    """
+
+    dim: int
+    parts: int
+    ranks: int
+    group: str
+
+    def own(self, full: Tensor, rank: int) -> Tensor:
+        """Return a rank's slice of the full parameter, in memory of its own."""
+        if self.dim < 0:
+            return full.clone()
+        return slice_of(full, self.dim, parts=self.parts, ranks=self.ranks, rank=rank)
+
+    def full(self, own: Tensor) -> Tensor:
+        """Return the full parameter: a marker in captured graphs, a gather elsewhere."""
+        if self.dim < 0:
+            return own
+        return cast("Tensor", torch.ops.dsgraph.gather_slices(own, self.dim, self.parts, self.ranks, self.group))
+
+    def own_shape(self, full: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a slice from that of the full parameter."""
+        return tuple(size // self.ranks if dim == self.dim else size for dim, size in enumerate(full))
+
+    def full_shape(self, own: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the full parameter from that of a slice."""
+        return tuple(size * self.ranks if dim == self.dim else size for dim, size in enumerate(own))
+
+
+class AxisRole(Enum):
+    """The distribution of work among the ranks along an axis of the mesh."""
+
+    REPLICATE = "replicate"
+    """Data parallel with replicated parameters: each rank has the same rows of every parameter."""
+    SHARD = "shard"
+    """Data parallel, with the rows of parameters sharded."""
+    TENSOR = "tensor"
+    """Tensor parallel: slices of single operators."""
+    PIPELINE = "pipeline"
+    """Pipeline parallel: layers."""
+    EXPERT = "expert"
+    """Expert parallel: experts."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the device mesh.
+
+    Attributes:
+        name: Its human-readable name.
+        size: Number of ranks that it spans.
+        group: Its process group.
+        backend: That group's backend: "gloo", "nccl", ...
+        role: Its role.
+    """
+
+    name: str
+    size: int
+    group: str
+    backend: str
+    role: AxisRole = AxisRole.SHARD
+
+
+def shard_axis(axes: Iterable[MeshAxis]) -> MeshAxis | None:
+    """Return the axis over which rows are sharded; None if there is none."""
+    return next((axis for axis in axes if axis.role is AxisRole.SHARD), None)
+
+
+class InputRole(Enum):
+    """The role of an input of a captured graph. The backend sets it; it is never guessed from shapes or names."""
+
+    SHARD = "shard"
+    """This rank's rows of a parameter: all of them if it is replicated."""
+    GATHERED_COPY = "gathered copy"
+    """All rows of a sharded parameter, gathered before the graph runs."""
+    ACCUMULATED_GRADIENT = "accumulated gradient"
+    """The sum of a parameter's gradients on this rank, not reduced yet."""
+    BUFFER = "buffer"
+    """A buffer of a module."""
+    OPTIMIZER_STATE = "optimizer state"
+    """A state of the optimizer for a parameter, such as the momentum to which a graph adds its gradient."""
+    DATA = "data"
+    """Anything else: the batch, results of an earlier graph, sizes."""
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of a captured graph.
+
+    Attributes:
+        role: Its role.
+        parameter: The `ParameterSpec.name` of the parameter that it belongs to; empty if it belongs to none.
+        slice_group: The group of a tensor-parallel parameter; empty for others.
+        model_name: The name of `parameter` in the partitioned model. In a graph that equal blocks may share, `*` stands
+            for the number of the block: "layers.*.up.weight". Dumps and reports show it. It is not part of cache keys,
+            so no pass may decide by it.
+    """
+
+    role: InputRole
+    parameter: str = ""
+    slice_group: str = ""
+    model_name: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from dsgraph.passes.ir.size_nodes import SizeNodes
 from dsgraph.passes.ir.transfers import note_tier
 
 from .stored_values import StoredValue, drop_stored, find_stored, make_views
-from .transfer_times import earliest_ends, first_together, latest_starts
 
 ops = torch.ops.dsgraph
 
@@ -147,3 +146,42 @@ def _reload_places(pair: GraphPair, found: Sequence[StoredValue], ctx: PassConte
             place = max(place, number_of[found[together - 1].backward_place])
         places.append(nodes[min(place, number_of[found[number].backward_place])])
     return places
+
+
+def latest_starts(needed: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Return the latest start times of transfers over one link, so that each arrives in time.
+
+    Args:
+        needed: When each is needed, in ascending order, which is that of the transfers.
+        seconds: Time of each by itself.
+
+    Returns:
+        Times, in the same order; negative if even the start of the graph is too late.
+    """
+    starts = list[float]()
+    free = float("inf")
+    for need, takes in zip(reversed(needed), reversed(seconds), strict=True):
+        free = min(need, free) - takes
+        starts.append(free)
+    return starts[::-1]
+
+
+def earliest_ends(asked: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """Return the end times of transfers over one link that are requested at the given times, in ascending order."""
+    ends, free = list[float](), 0.0
+    for time, takes in zip(asked, seconds, strict=True):
+        free = max(time, free) + takes
+        ends.append(free)
+    return ends
+
+
+def first_together(sizes: Sequence[int], number: int, *, room: int) -> int:
+    """Return the first of the transfers up to `number` that may run together with it within `room`.
+
+    A transfer by itself may be larger than the room.
+    """
+    first, total = number, sizes[number]
+    while first > 0 and total + sizes[first - 1] <= room:
+        first -= 1
+        total += sizes[first]
+    return first

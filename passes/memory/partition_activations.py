@@ -18,7 +18,7 @@ from dsgraph.passes.core.graph_pair import GraphPair
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.collectives import collectives
 from dsgraph.passes.ir.graph import come_from, emit, fake_value, placeholders
-from dsgraph.passes.ir.mesh_axis import AxisRole, MeshAxis
+from dsgraph.passes.ir.parameters import AxisRole, MeshAxis
 from dsgraph.passes.ir.size_nodes import SizeNodes
 
 from .stored_values import StoredValue, drop_stored, find_stored, make_views

@@ -12,8 +12,8 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import PassResult
 from dsgraph.passes.ir.coalesced import coalesce, results_of
 from dsgraph.passes.ir.collectives import collectives, is_reduction
+from dsgraph.passes.ir.gathers import made_of
 from dsgraph.passes.ir.graph import barrier_between
-from dsgraph.passes.ir.reduced_values import made_of
 
 from .buckets import Bucketing, fill
 

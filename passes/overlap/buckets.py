@@ -25,10 +25,9 @@ from dsgraph.passes.core.context import PassContext
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.core.notes import described
 from dsgraph.passes.ir.collectives import collective_group, collective_kind, collective_of, is_gather
-from dsgraph.passes.ir.gathers import reading_unit
+from dsgraph.passes.ir.gathers import computing_unit, reading_unit
 from dsgraph.passes.ir.graph import bound_arguments, fake_value
-from dsgraph.passes.ir.mesh_axis import MeshAxis
-from dsgraph.passes.ir.reduced_values import computing_unit
+from dsgraph.passes.ir.parameters import MeshAxis
 from dsgraph.passes.ir.save_plan import chosen
 
 _DEFAULT_BYTES = 25 * 2**20

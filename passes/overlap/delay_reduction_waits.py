@@ -14,8 +14,8 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import described
 from dsgraph.passes.ir.collectives import is_reduction
+from dsgraph.passes.ir.gathers import made_of
 from dsgraph.passes.ir.graph import barrier_between, fake_value
-from dsgraph.passes.ir.reduced_values import made_of
 
 
 @dataclass(frozen=True)

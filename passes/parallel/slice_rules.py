@@ -8,18 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from dsgraph.inductor_ext import multiply_own_weight, write_own_heads
 from dsgraph.passes.kernels.matching import call_of, transpose_of, writes
 
-from .slice_cache import CACHE
-from .slice_few_bits import FEW_BITS
 from .slice_products import PRODUCTS
 from .slice_views import VIEWS, transpose
 from .slice_vocabulary import VOCABULARY
 from .slice_writes import WRITES, refuse_writes
 from .slices import Outcome, Refusal, Slice, Values, name_of, only_slice, same
+
+
+def multiply_sliced_weight(node: Node, values: Values) -> Outcome | Refusal:
+    """Return columns of the result if outputs are sliced, or a term of the sum over ranks if inputs are."""
+    rest: Any = node.args
+    x, packed, scale, least, dim, parts = rest[:6]
+    held, own = values.slice_of(x), Slice(len(values.shape_of(x)) - 1, parts)
+    call: dict[str, Any] = {"target": multiply_own_weight, "args": (x, packed, scale, least), "kwargs": {}}
+    if dim == 0 and held is None:
+        return Outcome(own, **call)
+    if dim == 1 and held in (None, own):
+        return Outcome(None, {x: own} if held is None else {}, is_partial=True, **call)
+    return Refusal("a matmul with a quantized weight whose input is sharded in another way")
+
+
+FEW_BITS: Mapping[str, Callable[[Node, Values], Outcome | Refusal]] = MappingProxyType(
+    dict.fromkeys(("multiply_sliced_weight", "multiply_sliced_weight.default"), multiply_sliced_weight)
+)
+
+
+_HEADS = Slice(1)
+
+
+def write_heads(node: Node, values: Values) -> Outcome | Refusal:
+    """Let each rank write the heads that it has computed into its own cache."""
+    own, states, positions = node.args[:3]
+    if values.slice_of(states) != _HEADS:
+        return Refusal("a cache is written in slices that are not those of heads")
+    return Outcome(_HEADS, target=write_own_heads, args=(own, states, positions), kwargs={})
+
+
+CACHE: Mapping[str, Callable[[Node, Values], Outcome | Refusal]] = MappingProxyType(
+    dict.fromkeys(("write_heads", "write_heads.default"), write_heads)
+)
+
 
 Rule = Callable[[Node, Values], Outcome | Refusal]
 

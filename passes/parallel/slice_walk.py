@@ -12,8 +12,7 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
-from .slice_few_bits import FEW_BITS
-from .slice_rules import Rule, outcome_of
+from .slice_rules import FEW_BITS, Rule, outcome_of
 from .slices import Outcome, Refusal, Slice, name_of
 
 # Functions that communicate slices: markers, and what `SliceTensors` writes.

@@ -18,7 +18,7 @@ from dsgraph.passes.ir.coalesced import inputs_of, is_result, results_of
 from dsgraph.passes.ir.collectives import Role, collective_group, has_role, is_collective
 from dsgraph.passes.ir.gathers import PREPARATIONS
 from dsgraph.passes.ir.graph import KEPT, bound_arguments, is_gather_marker, is_view, is_wait
-from dsgraph.passes.ir.mesh_axis import AxisRole
+from dsgraph.passes.ir.parameters import AxisRole
 from dsgraph.passes.ir.save_plan import Choice, must
 from dsgraph.passes.ir.transfers import is_taken
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dsgraph.checkpoint.model_tensors import ModelTensors
 from dsgraph.checkpoint.model_training import ModelTraining
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.ranks.agreement import Agreement
 
 pytestmark = pytest.mark.distributed

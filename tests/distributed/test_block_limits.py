@@ -115,29 +115,31 @@ def test_a_step_of_blocks_stays_under_its_limit_with_the_same_numbers(ranks, lib
     ranks(2).run(_keeps, library, case)
 
 
-def _becomes_one_graph(library: str) -> None:
+def _refuses(library: str) -> None:
     _, usual, _ = _train(library, "gpt", None)
     with pytest.raises(MemoryLimitError) as refused:
         _train(library, "gpt", 1000, blocks="none")
+    least = refused.value.least
+    with pytest.raises(MemoryLimitError, match=r'One graph .*: use partition\(blocks="none"\)') as refused:
+        _train(library, "gpt", least)
+    peak, numbers, _ = _train(library, "gpt", least, blocks="none")
+    assert _equal(numbers, usual) and peak <= least < refused.value.least
     peak, numbers, report = _train(library, "gpt", refused.value.least)
-    assert not _is_of_blocks(report)
-    assert "because with blocks a step takes" in report.status
-    assert _equal(numbers, usual) and peak <= refused.value.least
-    with pytest.raises(MemoryLimitError, match=f"a step takes {refused.value.least:,} at least"):
-        _train(library, "gpt", 1000)
+    assert _is_of_blocks(report) and _equal(numbers, usual) and peak <= refused.value.least
 
 
-def test_a_limit_that_blocks_cannot_keep_is_kept_by_one_graph(ranks, library):
-    ranks(1).run(_becomes_one_graph, library)
+def test_a_limit_that_blocks_cannot_keep_is_refused_with_a_remedy_that_works(ranks, library):
+    ranks(1).run(_refuses, library)
 
 
 def _depends_on_values(library: str) -> None:
-    _, _, report = _train(library, "valued", 10**9)
+    with pytest.raises(MemoryLimitError, match=r"the forward cannot run on fake tensors: DataDep.*\(blocks=.none.\)"):
+        _train(library, "valued", 10**9)
+    _, _, report = _train(library, "valued", 10**9, blocks="none")
     assert not _is_of_blocks(report)
-    assert "because the forward cannot run on fake tensors: DataDependent" in report.status
 
 
-def test_a_model_that_depends_on_values_is_one_graph(ranks, library):
+def test_a_model_that_depends_on_values_is_refused_with_a_remedy_that_works(ranks, library):
     ranks(1).run(_depends_on_values, library)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import dsgraph
 from dsgraph.passes import AxisRole, MeshAxis
-from dsgraph.passes.ir.mesh_axis import shard_axis
+from dsgraph.passes.ir.parameters import shard_axis
 from dsgraph.ranks.mesh import mesh_axes, shard_dim
 
 

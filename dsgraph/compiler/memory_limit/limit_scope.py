@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,7 @@ def _bytes(value: Tensor) -> int:
 
 def agree_on_spare(
     request: CompileRequest, outcome: CompileOutcome, refusal: MemoryLimitError | None, agreements: Agreements
-) -> MemoryLimitError | None:
+) -> None:
     """Note the memory that a step leaves below the limit that its blocks keep: copies of blocks may stay in it.
 
     The ranks compare it when they first compile such a block. If one of them cannot keep the limit, none of them tries.
@@ -224,8 +224,8 @@ def agree_on_spare(
         refusal: The error of its compile; None if a plan keeps the limit.
         agreements: What the ranks have agreed on.
 
-    Returns:
-        The error of this rank, or for that of another one; None if all ranks keep the limit.
+    Raises:
+        MemoryLimitError: A rank cannot keep the limit.
     """
     facts, peak = request.facts, outcome.step_peak
     assert request.module is not None and facts.memory_limit is not None
@@ -233,15 +233,12 @@ def agree_on_spare(
     own = None if peak is None else max(0, facts.memory_limit - least_limit(peak, fuses=facts.fuses))
     lines = ["beside blocks", f"within {facts.memory_limit}", *request.unit.blocks]
     spare = agreements.over(state.parameter_mesh).least_spare(lines, lambda: -1 if refusal is not None else own)
-    if refusal is None and spare == -1:
-        return MemoryLimitError("memory_limit cannot be kept on another rank, with blocks as graphs of their own")
+    if spare == -1 or refusal is not None:
+        why = refusal or "memory_limit cannot be kept on another rank"
+        error = MemoryLimitError(f'{why}. One graph may keep a smaller limit: use partition(blocks="none")')
+        error.least = refusal.least if refusal is not None else 0
+        raise error
     state.step.note_spare(max(0, spare or 0))
-    return refusal
-
-
-def refuse_block(error: MemoryLimitError, *args: Any) -> NoReturn:
-    """Raise the error of a block's graph where it would run; the model's forward may begin again as one graph."""
-    raise error
 
 
 def is_limited_block(facts: CaptureFacts) -> bool:

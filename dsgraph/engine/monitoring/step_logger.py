@@ -24,8 +24,7 @@ from .flop_counter import CountedGraphs
 from .flops_profiler import FlopsProfiler
 from .memory_breakdown import memory_use, peak_bytes
 from .monitors import Monitor, check_monitors, monitors_of
-from .progress import Speed, Work, tokens_in
-from .step_times import Stopwatch
+from .step_times import Speed, Stopwatch, Work, tokens_in
 
 _SCALARS = "Train/Samples/"
 

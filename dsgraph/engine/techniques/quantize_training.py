@@ -20,7 +20,7 @@ from dsgraph.inference.quantization.quantize import is_linear
 from dsgraph.partitioning.blocks.repeated_blocks import repeated_blocks
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.partitioning.transforms.fake_weight import FakeWeight
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.ranks.first_rank import print_notes
 from dsgraph.utils.errors import ConfigError
 from dsgraph.utils.nearest import nearest

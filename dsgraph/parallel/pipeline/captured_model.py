@@ -27,7 +27,7 @@ from dsgraph.passes.compat import (
 )
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.ir.graph import all_graph_modules, bodies, replace_and_erase
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.passes.parallel.slice_tensors import SliceTensors
 from dsgraph.passes.parallel.slice_walk import marked_slices
 from dsgraph.passes.parallel.stages.root_values import is_small, root_values

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DeviceMesh
 from dsgraph.compat.tensors import without_overrides
 from dsgraph.optim.gradient_norm import GradientPart, LocalGradients
 from dsgraph.partitioning.rows import own_part, split_dims
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.passes.parallel.stages.stage_graphs import StageGraph
 from dsgraph.ranks.mesh import axis_group
 from dsgraph.utils.errors import GradientError

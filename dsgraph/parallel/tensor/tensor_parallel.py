@@ -18,7 +18,7 @@ from dsgraph.partitioning.refusals import (
 from dsgraph.partitioning.rows import broadcast_from_first
 from dsgraph.partitioning.state_dict.full_state_dict import take_rows
 from dsgraph.partitioning.tensor_slices import sliced_parameter, slicing_class
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 from dsgraph.passes.parallel.find_slices import FoundSlices, layer_pattern
 from dsgraph.ranks.agreement import Agreement
 from dsgraph.ranks.mesh import axis_group

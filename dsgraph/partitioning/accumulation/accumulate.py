@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
 from dsgraph.partitioning.stages import ZeroStage
-from dsgraph.partitioning.state import PartitionState, partition_states
-from dsgraph.partitioning.step_phase import StepPhase
+from dsgraph.partitioning.state import PartitionState, StepPhase, partition_states
 from dsgraph.utils.errors import PartitionError
 
 from .accumulated_gradients import discard_accumulated, enter_accumulation, leave_accumulation, reduce_accumulated
@@ -30,10 +29,9 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     Gradients add up, as they always do in torch; scale the loss if they should be averaged. Stages 0 and 1 add them up
     locally and reduce the sum once, in the last backward. Stages 1 and 2 gather each parameter once a step. Stages 2
     and 3 reduce in every backward, inside and outside; stage 2 works like stage 1 with `reduce_once=True`, which suits
-    links where bandwidth is scarcer than memory. Stage 3 gathers in every micro-batch. Parameters for which
-    `memory_limit` leaves room are the exception: they are gathered once a step and held to the end of the last
-    backward, or to the optimizer's step if that comes first. They are chosen when a graph of the whole model has been
-    compiled, and the report lists them. A model with several partitioned parts holds none.
+    links where bandwidth is scarcer than memory. Stage 3 gathers in every micro-batch. Parameters of repeated blocks
+    for which `memory_limit` leaves room are the exception: they are gathered once a step and held to the end of the
+    last backward, or to the optimizer's step if that comes first. The report lists them.
 
     Where gradients are reduced once, the compiled graphs of the last micro-batch do it: each sum travels with the last
     gradient of its parameter, while the backward computes. They are graphs of their own, compiled when they first run.
@@ -61,18 +59,12 @@ def accumulate(model: nn.Module, *, reduce_once: bool | None = None) -> Iterator
     for state in states:
         _check(reduce_once, state.zero)
     try:
-        _enter(states, reduce_once)
+        for state in states:
+            enter_accumulation(state, reduce_once=state.zero.reduces_once if reduce_once is None else reduce_once)
         yield
     finally:
         for state in states:
             leave_accumulation(state)
-
-
-def _enter(states: Sequence[PartitionState], reduce_once: bool | None) -> None:
-    for state in states:
-        enter_accumulation(state, reduce_once=state.zero.reduces_once if reduce_once is None else reduce_once)
-        if len(states) == 1:  # each part of several has been counted as if it had all of the memory
-            state.hold_copies()
 
 
 def discard(model: nn.Module) -> None:

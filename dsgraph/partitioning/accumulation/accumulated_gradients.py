@@ -36,8 +36,7 @@ from dsgraph.compat.autograd import (
 )
 from dsgraph.compat.dynamo import keep_static
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.state import PartitionState
-from dsgraph.partitioning.step_phase import StepPhase
+from dsgraph.partitioning.state import PartitionState, StepPhase
 from dsgraph.utils.errors import AccumulationError
 
 from .gradient_placeholder import GradientPlaceholder

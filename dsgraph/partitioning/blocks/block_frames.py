@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsgraph.compat.autograd import in_transform
-from dsgraph.compat.compiled import allowing_recompiles, compile_again, recompile_limit
+from dsgraph.compat.compiled import allowing_recompiles, recompile_limit
 from dsgraph.compat.dynamo import is_set, only_inlined, options_of_calls
 from dsgraph.partitioning.classes import plain_class
 from dsgraph.partitioning.state import PartitionState, held_by
 from dsgraph.partitioning.transforms.quantized_weight import forward_of
-from dsgraph.passes.analysis.block_memory import AroundBlocks
 from dsgraph.passes.memory.fit import MemoryLimitError
 
 from .block import Block, may_end_graph
-from .block_limit import BlockLimit
 from .fake_step import around_blocks, kinds_of
 from .repeated_blocks import IS_BLOCK, is_block, is_of_torch, is_plain
 
@@ -96,59 +92,19 @@ def _as_root(forward: Callable[..., Any]) -> Callable[..., Any]:
         options = options_of_calls()
         if not is_set(options, "memory_limit"):
             return forward(self, *args, **kwargs)
-        before = _count_around(self, options["memory_limit"], args, kwargs)
-        try:
-            outputs = forward(self, *args, **kwargs)
-        except MemoryLimitError as error:
-            if before is None:
-                raise
-            refused = error.with_traceback(None)  # its frames hold what the first forward has computed
-        else:
-            _note_forward(self)
-            return outputs
-        before.give_up_blocks(refused)
-        try:
-            return forward(self, *args, **kwargs)
-        except MemoryLimitError as error:
-            raise min(refused, error, key=lambda each: each.least or math.inf) from None
+        _count_around(self, options["memory_limit"], args, kwargs)
+        outputs = forward(self, *args, **kwargs)
+        _note_forward(self)
+        return outputs
 
     only_inlined(forward_as_root)
     return forward_as_root
-
-
-@dataclass(frozen=True)
-class _Before:
-    """The state before the first forward under a limit, which may begin again as one graph.
-
-    Attributes:
-        model: The model.
-        limit: The limit of its blocks.
-        random: The state of random numbers.
-        buffers: Buffers, each with its value.
-    """
-
-    model: nn.Module
-    limit: BlockLimit
-    random: Tensor
-    buffers: tuple[tuple[Tensor, Tensor], ...]
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def give_up_blocks(self, error: MemoryLimitError) -> None:
-        """Compile the model as one graph from now on: a plan of the whole step may keep a smaller limit."""
-        least = f"with blocks a step takes {error.least:,} bytes at least"
-        self.limit.refuse(least if error.least else str(error))
-        torch.set_rng_state(self.random)
-        for buffer, value in self.buffers:
-            buffer.copy_(value)
-        compile_again(self.model)  # what Dynamo has decided to run uncompiled
 
 
 @torch.compiler.disable
 def _note_forward(model: nn.Module) -> None:
     """Note that a forward under a limit has returned; warn if it took more than was planned for."""
     part = held_by(model).partition
-    part.step.limit.is_settled = True
     gap = part.step.limit.excess(len(part.step.ran()))
     if gap and gap not in part.limit_gaps:
         part.limit_gaps.append(gap)
@@ -156,7 +112,7 @@ def _note_forward(model: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Before | None:
+def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Count the memory around the blocks of a model for a new kind of batch.
 
     Args:
@@ -165,33 +121,28 @@ def _count_around(model: nn.Module, value: object, args: Sequence[Any], kwargs: 
         args: The arguments of the forward.
         kwargs: Those given by name.
 
-    Returns:
-        The state before the first forward under this limit; None after one has returned. Ranks get batches of other
-        sizes at different times, so only the first may still be compiled as one graph.
+    Raises:
+        MemoryLimitError: It cannot be counted for the first batch.
     """
     part = held_by(model).partition
     limit, batch = part.step.limit, (model.training, kinds_of((args, kwargs), with_numbers=False))
     if part.root is not model or not part.step.blocks:
-        return None
+        return
     if value != limit.value:
         part.step.drop()
-    is_first = limit.begin(value)
-    if limit.needs_one_graph:
-        return None
+        limit.begin(value)
     if batch not in limit.counted:
         found = around_blocks(model, part.parameters, args, kwargs)
-        if isinstance(found, AroundBlocks):
-            limit.counted[batch] = found
-        elif is_first and not limit.counted:
-            limit.refuse(found)
-            return None
-        else:
+        if isinstance(found, str) and not limit.counted:
+            raise MemoryLimitError(
+                f"memory_limit={value!r} cannot be planned with repeated blocks, because {found}: use "
+                'partition(blocks="none")'
+            )
+        if isinstance(found, str):
             part.limit_gaps.append(f"the memory around the blocks is not known for a batch of another size: {found}")
-            limit.counted[batch] = max(limit.counted.values(), key=lambda each: each.between)
+            found = max(limit.counted.values(), key=lambda each: each.between)
+        limit.counted[batch] = found
     limit.around, limit.is_kept = limit.counted[batch], True
-    if not is_first:
-        return None
-    return _Before(model, limit, torch.get_rng_state(), tuple((buffer, buffer.clone()) for buffer in model.buffers()))
 
 
 @torch.compiler.disable(recursive=False, reason=ITS_OWN_FRAME)  # what it calls is captured

@@ -19,8 +19,7 @@ from torch import Tensor
 from dsgraph.compat.autograd import at_end_of_backward, compiled_backwards, running_backward
 from dsgraph.compat.dtensor import distributed_like
 from dsgraph.compat.tensors import unseen_by_modes
-from dsgraph.partitioning.blocks.block import Block
-from dsgraph.partitioning.blocks.block_limit import BlockLimit
+from dsgraph.partitioning.blocks.block import Block, BlockLimit
 from dsgraph.partitioning.eager.replaced_data import refuse_replaced_data
 from dsgraph.partitioning.gathered_copies import gather_now, named
 from dsgraph.partitioning.parameter import ParameterState, Version

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dsgraph.inductor_ext import resolve_group
-from dsgraph.passes.ir.parameter_slice import ParameterSlice
+from dsgraph.passes.ir.parameters import ParameterSlice
 
 from .parameter_transform import ParameterTransform
 

@@ -6,15 +6,17 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from dsgraph.inductor_ext import chunk_rows, resolve_group
 from dsgraph.offload.chunk_sizes import state_chunks
 from dsgraph.offload.slots import first_of
-from dsgraph.offload.stored_rows import ParameterFile
+from dsgraph.offload.stored_rows import ParameterFile, StoredRows
 from dsgraph.partitioning.arguments import OffloadArguments
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import PartitionState
@@ -23,7 +25,33 @@ from dsgraph.passes.analysis.states import shard_bytes
 from dsgraph.utils.errors import PartitionError
 from dsgraph.utils.files import absolute
 
-from .offloaded_rows import OffloadedRows
+from .parameter_transform import ParameterTransform
+
+
+class OffloadedRows(ParameterTransform):
+    """Rows of a parameter in a file. Passes stream them in compiled graphs, eager code reads mapped memory.
+
+    Attributes:
+        stored: Where the rows are stored.
+    """
+
+    tier: ClassVar[str] = "disk"
+
+    def __init__(self, stored: StoredRows) -> None:
+        self.stored = stored
+
+    @override
+    def store(self, rows: Tensor) -> Tensor:
+        return self.stored.fill(rows.contiguous())
+
+    @override
+    def attach(self, param: DTensor) -> None:
+        self.stored.belongs_to(param)
+
+    @override
+    def before_eager_gather(self) -> None:
+        self.stored.note_eager_read()
+
 
 _TIERS = ("host", "disk")
 

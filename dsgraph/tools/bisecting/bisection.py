@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from dsgraph.compat.dynamo import source_name
-from dsgraph.compiler.codegen import Compilation, records_cuda_graphs, unidentified
+from dsgraph.compiler.codegen import Compilation, unidentified
 from dsgraph.compiler.request import CompileOutcome, CompileRequest
 from dsgraph.passes import CaptureFacts, GraphPass, Phase, Pipeline
 from dsgraph.passes.ir.collectives import is_collective
@@ -74,11 +74,6 @@ class Bisection:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._folder = folder / f"rank{rank}"
         self._result: dict[str, Any] = {"format": FORMAT, "version": 1, "rank": rank, "world": world}
-
-    @property
-    def may_hold_copies(self) -> bool:
-        """False with CUDA graphs: a recording would copy tensors that are at another address in each step."""
-        return not records_cuda_graphs(self._request.options, self._request.mode)
 
     @property
     def outcome(self) -> CompileOutcome:

@@ -24,9 +24,8 @@ from dsgraph.utils.files import write_whole
 from dsgraph.utils.json_records import to_json_text
 
 from .contents import rank_folders, remove_compiles
-from .describe import Describer, memory_of, pieces
+from .describe import Describer, ParameterNames, memory_of, pieces
 from .history import Snapshot, note_changes
-from .parameter_names import ParameterNames
 from .records import (
     COMPILE_FORMAT,
     GRAPH_FORMAT,

@@ -96,7 +96,6 @@ class Emission:
     """
 
     awaits_copies = False
-    may_hold_copies = False  # what is emitted for a GPU does not run here
 
     def __init__(self, target: Target, request: CompileRequest) -> None:
         self._target = target

@@ -39,7 +39,7 @@ class CompileEntry:
         is_step: True for the graph of a step, whose nodes are runs of other graphs.
         training: True if gradients were enabled and an input needed one.
         reduces: True if its backward reduces gradients of parameters, or leaves that to the graph of the step.
-        reads_held: True if it reads gathered copies that stage 3 holds for a step under `accumulate`.
+        reads_held: See `CompileRequest.reads_held`.
         from_cache: True if it came from AOTAutograd's cache, so that the passes after the capture did not run.
         unidentified: Passes whose code cannot be identified, so that torch's caches were off.
         passes: What each pass did.

@@ -9,10 +9,8 @@ from torch import nn
 
 from dsgraph.compiler.capture import state_tier
 from dsgraph.offload.chunk_sizes import state_chunks, step_buffers
-from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
-from dsgraph.partitioning.transforms.offloaded import trained_parameters
-from dsgraph.partitioning.transforms.offloaded_rows import OffloadedRows
+from dsgraph.partitioning.transforms.offloaded import OffloadedRows, trained_parameters
 from dsgraph.passes.analysis.pair_memory import PairMemory
 from dsgraph.passes.analysis.step_memory import StepMemory, simulate_runs, simulate_step
 
@@ -75,11 +73,7 @@ class _Run:
 def predict_memory(
     model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]
 ) -> tuple[Memory | None, str]:
-    """Return the memory of a step; None, and why, if it is not known.
-
-    Graphs that read the copies which stage 3 holds for a step are preferred: other graphs gather these copies for a
-    while.
-    """
+    """Return the memory of a step; None, and why, if it is not known."""
     runs = _runs(model, states, [record for record in records if record.in_step and not record.is_step])
     pairs = [pair for run in runs if (pair := run.pair()) is not None]
     if not any(run.record.training for run in runs):
@@ -129,7 +123,7 @@ def _of_limited_blocks(run: _Run, copies: int) -> Memory:
 
 def _runs(model: nn.Module, states: Sequence[PartitionState], records: Sequence[CompileEntry]) -> list[_Run]:
     """Return the graphs that a step runs, in order."""
-    at_step = newest(records, accumulating=any(record.reads_held for record in records))
+    at_step = newest(records, accumulating=False)
     by_number = {record.number: record for record in at_step}
     return [
         _Run(by_number[numbers[-1]], module)
@@ -146,7 +140,7 @@ def _with_unread(pair: PairMemory, states: Sequence[PartitionState], read: set[s
         replace(entry.current_spec(), **state_tier(state, device_type=entry.param.device.type))
         for state, entry in unread
     ]
-    copies = [entry.gathered_copy for state, entry in unread if state.zero.copy_lifetime is CopyLifetime.ALWAYS]
+    copies = [entry.gathered_copy for _, entry in unread]
     held = sum(copy.untyped_storage().nbytes() for copy in copies if copy is not None)
     return replace(pair, unread=tuple(specs), unread_copies=held)
 

@@ -141,9 +141,7 @@ def _on_blocks(state: PartitionState, records: list[CompileEntry]) -> str:
     apart = len(state.step.ran()) if state.zero.gathers_each_use else len(blocks)
     if apart and any(record.module in blocks for record in records):
         return f"{apart} repeated blocks are graphs of their own"
-    why = state.step.limit.needs_one_graph
-    reason = f", because {why}" if why else ""
-    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own{reason}"
+    return f"{len(blocks)} repeated blocks were not compiled as graphs of their own"
 
 
 def _parameter(entry: ParameterState, state: PartitionState, *, is_held: bool) -> Parameter:

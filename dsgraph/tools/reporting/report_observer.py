@@ -9,8 +9,6 @@ from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.memory_limit.limit_scope import over_limit
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
-from dsgraph.compiler.wrappers import partitions_among
-from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.passes import PassContext
 
 from .compile_log import CompileEntry, CompileLog, owners_among
@@ -81,7 +79,6 @@ class _Measuring(CompileWatch):
 
 
 def _record(request: CompileRequest, measured: Measurements, outcome: CompileOutcome) -> CompileEntry:
-    held = (part.zero.copy_lifetime is CopyLifetime.USE for part in partitions_among(request.inputs))
     return CompileEntry(
         number=request.number,
         capture=request.capture,
@@ -93,7 +90,7 @@ def _record(request: CompileRequest, measured: Measurements, outcome: CompileOut
         training=request.trains,
         is_step=request.facts.is_step,
         reduces=bool(request.facts.params or request.facts.block_params),
-        reads_held=request.reads_held or any(held),
+        reads_held=request.reads_held,
         from_cache=outcome.from_cache,
         unidentified=outcome.unidentified,
         passes=outcome.passes,

@@ -14,9 +14,9 @@ from dsgraph.passes.kernels.findings import NOWHERE
 from dsgraph.passes.kernels.sparsify_attention import SparsifyAttention
 from dsgraph.utils.errors import StrictError
 
+from .activity import in_words
 from .compile_log import CompileEntry, CompileLog, GivenUp
 from .measure import is_own_op
-from .reasons import in_words
 
 _WITHOUT = "or compile without strict=True; dsgraph.report(model) lists all of them then"
 

@@ -12,13 +12,12 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.inductor_ext import resolve_group, size_hint
 from dsgraph.partitioning.parameter import ParameterState
-from dsgraph.partitioning.stages import CopyLifetime
 from dsgraph.partitioning.state import PartitionState
 from dsgraph.passes import MeshAxis, PassError
 from dsgraph.passes.analysis.cost import sent_bytes
 from dsgraph.passes.analysis.sizes import Size, hint, size_hints
 from dsgraph.passes.ir.collectives import TABLE, collective_group, collective_kind, collectives
-from dsgraph.passes.ir.mesh_axis import shard_axis
+from dsgraph.passes.ir.parameters import shard_axis
 
 
 @dataclass(frozen=True)
@@ -78,15 +77,12 @@ def _known(node: Node, size: Size) -> int | None:
 
 def refresh_traffic(state: PartitionState) -> tuple[Traffic, ...]:
     """Return the traffic of refreshing all gathered copies of stages 1 and 2, once after each optimizer step."""
-    return _gathers(state, state.copied()) if state.zero.copy_lifetime is CopyLifetime.ALWAYS else ()
+    return _gathers(state, state.copied())
 
 
 def held_once(states: Sequence[PartitionState]) -> set[ParameterState]:
     """Return the parameters that stage 3 gathers once for all micro-batches of a step under `accumulate`."""
-    held = {entry for state in states for entry in state.step.holds()}
-    if len(states) == 1:  # copies of several partitioned parts are not held
-        held.update(entry for entry in states[0].parameters if entry.is_held_for_step)
-    return held
+    return {entry for state in states for entry in state.step.holds()}
 
 
 def held_traffic(states: Sequence[PartitionState]) -> tuple[Traffic, ...]:
@@ -97,7 +93,8 @@ def held_traffic(states: Sequence[PartitionState]) -> tuple[Traffic, ...]:
 
 def _gathers(state: PartitionState, entries: Iterable[ParameterState]) -> tuple[Traffic, ...]:
     axis = shard_axis(state.axes)
-    assert axis is not None
+    if axis is None:
+        return ()
     amounts = [entry.copy_bytes // axis.size * (axis.size - 1) for entry in entries]
     return add_up(Traffic("refresh of gathered copies", axis.name, 1, amount) for amount in amounts)
 

@@ -39,7 +39,7 @@ class _Blocks(nn.Module):
 
 def _compiled(limit, module: nn.Module | None = None, **options):
     torch._dynamo.reset()
-    model = dsgraph.partition(module or _Blocks(), stage=3)
+    model = dsgraph.partition(module or _Blocks(), stage=3, blocks="none")
     options = {"codegen": "eager", "memory_limit": limit, **options}
     return model, torch.compile(model, backend="dsgraph", options=options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,22 +13,21 @@ from torch.fx import Graph, GraphModule, Node
 
 import dsgraph
 from dsgraph.compiler.options import BackendOptions
-from dsgraph.compiler.request import CompileWatch
-from dsgraph.compiler.step_plans import StepPlanning
-from dsgraph.partitioning.state import partition_states
+from dsgraph.compiler.step_plans import plan_step
+from dsgraph.partitioning.state import PartitionState, partition_states
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
 from dsgraph.passes import GraphPass, PassError, PassResult, Phase
 from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import collectives, is_gather, is_reduction
 from dsgraph.passes.ir.gathers import is_unit
 from dsgraph.passes.ir.graph import is_wait
-from dsgraph.ranks.agreement import Agreement
+from dsgraph.ranks.agreement import Agreements
 
 pytestmark = pytest.mark.usefixtures("fake_ranks")
 
 
-def _planning(draw: random.Random) -> StepPlanning:
-    """Return the planning of a step of random units: order, sizes, times, what they share, what is trained."""
+def _step(draw: random.Random) -> tuple[PartitionState, StepRecord]:
+    """Return a model and a step of random units: order, sizes, times, what they share, what is trained."""
     widths = [draw.choice((8, 16, 24, 40)) for _ in range(draw.randint(2, 6))]
     model = nn.Sequential(*(nn.Linear(width, width, bias=draw.random() < 0.5) for width in widths))
     (state,) = partition_states(dsgraph.partition(model, stage=3, keep_whole_below=0))
@@ -43,8 +42,7 @@ def _planning(draw: random.Random) -> StepPlanning:
     for number in reversed(range(len(order))):
         record.backward.append(number)
         record.calls[number].trained = tuple(groups[order[number]])
-    agreement = Agreement.over(state.parameter_mesh)
-    return StepPlanning.of(state, BackendOptions(), record, number=1, agreement=agreement)
+    return state, record
 
 
 def _waits(graph: Graph, is_kind: Callable[[Node], bool]) -> list[Node]:
@@ -121,12 +119,11 @@ class _Sabotage(GraphPass):
 
 def _is_found(way: str, seed: int) -> bool | None:
     """Return whether the verifier refuses a step in which something is wrong; None if it has nothing to do wrong."""
-    planning, done = _planning(random.Random(seed)), list[bool]()
+    (state, record), done = _step(random.Random(seed)), list[bool]()
     wrong = _Sabotage(way=way, seed=seed, done=done, phase=WRONG[way][0])
-    pipeline = planning.request.pipeline + wrong
-    sabotaged = replace(planning, request=replace(planning.request, pipeline=pipeline))
+    options = BackendOptions(pipeline=dsgraph.default_pipeline() + wrong)
     try:
-        sabotaged.run(CompileWatch())
+        plan_step(state, record, options, number=1, observers=(), agreements=Agreements())
     except PassError as error:
         assert "sabotage" in str(error)
         return True

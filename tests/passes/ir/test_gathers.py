@@ -6,8 +6,7 @@ import torch
 from torch.fx import Graph
 
 from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
-from dsgraph.passes.ir.gathers import reading_unit
-from dsgraph.passes.ir.reduced_values import computing_unit
+from dsgraph.passes.ir.gathers import computing_unit, reading_unit
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _REDUCE = torch.ops._c10d_functional.all_reduce.default

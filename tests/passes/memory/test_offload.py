@@ -17,8 +17,7 @@ from dsgraph.passes.analysis.hardware import Device, Link
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.ir.graph import find_calls
 from dsgraph.passes.ir.save_plan import Choice, decide
-from dsgraph.passes.memory.offload import OffloadActivations
-from dsgraph.passes.memory.transfer_times import earliest_ends, first_together, latest_starts
+from dsgraph.passes.memory.offload import OffloadActivations, earliest_ends, first_together, latest_starts
 from tests.passes.tracing import code
 
 aten, ops = torch.ops.aten, torch.ops.dsgraph

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dsgraph
-from dsgraph.tools.reporting.layout import fit
+from dsgraph.tools.reporting.text import fit
 from tests.names import reported
 from tests.tools.reporting.test_report import (
     EAGER,

@@ -10,7 +10,7 @@ from dsgraph.tools.dumping.render import bytes_text, listed, render_node
 from dsgraph.utils.json_records import to_json
 
 from .dumps import GRAPH_HELP, Dump, GraphName, add_dump_argument, find_graph_of, find_node
-from .lifetimes import pieces_of
+from .memory import pieces_of
 
 
 def explain(args: argparse.Namespace) -> Answer:
