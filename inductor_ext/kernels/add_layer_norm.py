@@ -24,6 +24,7 @@ from dsgraph.inductor_ext.ops import define_op
 
 from . import layer_norm
 from .launch import takes_triton, why_not_sum
+from .launch_norm import differentiate_norm
 
 _Triple = tuple[Tensor, Tensor, Tensor]
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -68,11 +69,9 @@ def backward_reference(
     return layer_norm.backward_reference(grad, total, weight, mean, rstd, bias_dtype=bias_dtype, grad_x=grad_total)
 
 
-def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, dtype: torch.dtype) -> _Four:
+def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> tuple[Tensor, ...]:
     """Compute `reference` by the Triton kernel of `layer_norm`."""
-    total = x.new_empty(x.shape)
-    y, mean, rstd = layer_norm.launch_forward(x, *parameters, dtype=dtype, residual=residual, total=total)
-    return y, total, mean, rstd
+    return layer_norm.launch_forward(x, *parameters, residual=residual, **options)
 
 
 def launch_backward(grad: Tensor, grad_total: Tensor | None, *saved: Any, **options: Any) -> _Triple:
@@ -86,7 +85,7 @@ def _fake(x: Tensor, residual: Tensor, *parameters: Any, dtype: torch.dtype) -> 
 
 
 @define_op(like=reference, fake=_fake)
-def add_layer_norm(x: Tensor, *others: Any, **options: Any) -> _Four:
+def add_layer_norm(x: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
     """Compute the LayerNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(x) else reference
     return compute(x, *others, **options)
@@ -107,25 +106,7 @@ def add_layer_norm_backward(
     return compute(grad, grad_total, total, *saved, **options)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    _, _, weight, bias, _ = inputs
-    _, total, mean, rstd = output
-    ctx.save_for_backward(total, weight, mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    total, weight, mean, rstd = ctx.saved_tensors
-    if grad is None:
-        return grad_total, grad_total, None, None, None
-    dx, dweight, dbias = torch.ops.dsgraph.add_layer_norm_backward(
-        grad, grad_total, total, weight, mean, rstd, bias_dtype=ctx.bias_dtype
-    )
-    return dx, dx, None if weight is None else dweight, None if ctx.bias_dtype is None else dbias, None
-
-
-add_layer_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(add_layer_norm, add_layer_norm_backward, options=layer_norm.backward_options, terms=2)
 
 
 def supports(

@@ -24,6 +24,7 @@ from dsgraph.inductor_ext.ops import define_op
 
 from . import rms_norm
 from .launch import why_not_sum
+from .launch_norm import differentiate_norm
 
 _Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -74,11 +75,9 @@ def backward_reference(
     )
 
 
-def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> _Triple:
+def launch_forward(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> tuple[Tensor, ...]:
     """Compute `reference` by the Triton kernel of `rms_norm`."""
-    total = x.new_empty(x.shape)
-    y, rstd = rms_norm.launch_forward(x, *parameters, residual=residual, total=total, **options)
-    return y, total, rstd
+    return rms_norm.launch_forward(x, *parameters, residual=residual, **options)
 
 
 def launch_backward(grad: Tensor, grad_total: Tensor | None, *saved: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -92,7 +91,7 @@ def _fake(x: Tensor, residual: Tensor, *parameters: Any, **options: Any) -> _Tri
 
 
 @define_op(like=reference, fake=_fake)
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> _Triple:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> tuple[Tensor, ...]:
     """Compute the RMSNorm of `x + residual` over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if rms_norm.takes(x, weight, options["norm_dtype"]) else reference
     return compute(x, residual, weight, eps, **options)
@@ -113,22 +112,7 @@ def add_rms_norm_backward(
     return compute(grad, grad_total, total, weight, rstd, **options)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    _, total, rstd = output
-    ctx.save_for_backward(total, inputs[2], rstd)
-    ctx.set_materialize_grads(False)
-    ctx.options = {name: keyword_only_inputs[name] for name in ("offset", "norm_dtype")}
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    total, weight, rstd = ctx.saved_tensors
-    if grad is None:
-        return grad_total, grad_total, None, None
-    dx, dweight = torch.ops.dsgraph.add_rms_norm_backward(grad, grad_total, total, weight, rstd, **ctx.options)
-    return dx, dx, None if weight is None else dweight, None
-
-
-add_rms_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(add_rms_norm, add_rms_norm_backward, options=rms_norm.backward_options, terms=2)
 
 
 def supports(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, **options: Any) -> str | None:

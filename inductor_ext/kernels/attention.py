@@ -28,30 +28,19 @@ from .launch import wide_dtype
 
 
 def reference(
-    q: Tensor,
-    keys: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    *,
-    keeps: bool,
-    fill: float,
-    scale: float,
-    dropout_p: float,
-    causal: bool,
-    dtype: torch.dtype,
-    contiguous: bool,
+    q: Tensor, keys: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, *, dtype: torch.dtype, **options: Any
 ) -> Tensor:
-    """Compute the op in plain torch, with all scores and probabilities."""
-    scores = (q.to(dtype) @ keys.to(dtype)).to(wide_dtype(dtype)) * scale
+    """Compute the op in plain torch, with all scores and probabilities; `options` are the rest of `attention`."""
+    scores = (q.to(dtype) @ keys.to(dtype)).to(wide_dtype(dtype)) * options["scale"]
     if bias is not None:
         scores = scores + bias
     if mask is not None:
-        scores = scores.masked_fill(~mask if keeps else mask, fill)
-    if causal:
+        scores = scores.masked_fill(~mask if options["keeps"] else mask, options["fill"])
+    if options["causal"]:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
-    y = F.dropout(scores.softmax(-1).to(dtype), dropout_p, training=dropout_p > 0) @ v.to(dtype)
-    return y.contiguous() if contiguous else y
+    p = options["dropout_p"]
+    y = F.dropout(scores.softmax(-1).to(dtype), p, training=p > 0) @ v.to(dtype)
+    return y.contiguous() if options["contiguous"] else y
 
 
 def attention(

@@ -19,19 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.ops import define_op
-
+from .define_pointwise import block_of_row, define_pointwise, launch_pointwise
 from .gelu import gelu_density, gelu_probability
 from .launch import (
     PROGRAMS,
     as_rows,
     compute_dtype,
-    differentiate_by,
-    launch_by_rows,
     next_power_of_2,
     on_device_of,
     sum_over_rows,
-    takes_triton,
     tl,
     triton,
     why_not_floating,
@@ -67,9 +63,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a row in each program. The bias is one row of stride 0."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = block_of_row(columns, blocks, BLOCK)
     z = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     z += tl.load(bias_ptr + row * bias_stride + column, mask=inside, other=0.0).to(tl.float32)
     y = z * gelu_probability(z, TANH)
@@ -98,9 +92,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 def launch_forward(x: Tensor, bias: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
     """Compute `reference` by the Triton kernel."""
-    y = x.new_empty(x.shape, dtype=dtype)
-    launch_by_rows(forward_kernel, (x, bias.expand_as(x)), (y,), TANH=approximate == "tanh")
-    return y
+    return launch_pointwise(forward_kernel, (x, bias.expand_as(x)), (dtype,), TANH=approximate == "tanh")[0]
 
 
 def launch_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
@@ -118,24 +110,12 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor, *, approximate: str) 
     return dx, parts.sum(0).to(bias.dtype)
 
 
-@define_op(like=reference, fake=lambda x, bias, *, approximate, dtype: x.new_empty(x.shape, dtype=dtype))
-def bias_gelu(*tensors: Tensor, **options: Any) -> Any:
-    """Compute `gelu(x + bias)`, with the arguments of `reference`."""
-    compute = launch_forward if takes_triton(*tensors) else reference
-    return compute(*tensors, **options)
-
-
-@define_op(
-    like=backward_reference,
-    fake=lambda grad, x, bias, *, approximate: (x.new_empty(x.shape), bias.new_empty(bias.shape)),
+define_pointwise(
+    "bias_gelu",
+    forward=(reference, launch_forward),
+    backward=(backward_reference, launch_backward),
+    options=["approximate"],
 )
-def bias_gelu_backward(*tensors: Tensor, **options: Any) -> Any:
-    """Compute the gradients of `bias_gelu`, contiguous: of x and of the bias, each in its dtype."""
-    compute = launch_backward if takes_triton(*tensors) else backward_reference
-    return compute(*tensors, **options)
-
-
-differentiate_by(bias_gelu, bias_gelu_backward, options=["approximate"])
 
 
 def supports(x: Tensor, bias: Tensor, **options: Any) -> str | None:

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.ops import define_op
-
+from .define_pointwise import block_of_row, define_pointwise, launch_pointwise
 from .gelu import gelu_density, gelu_probability
-from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_triton, tl, triton, why_not_floating
+from .launch import compute_dtype, tl, triton, why_not_floating
 
 
 def reference(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
@@ -58,9 +57,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a row in each program."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = block_of_row(columns, blocks, BLOCK)
     a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     y = a * gelu_probability(a, TANH) * b
@@ -73,9 +70,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     columns, blocks, TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a row in each program."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = block_of_row(columns, blocks, BLOCK)
     g = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -87,36 +82,20 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 def launch_forward(gate: Tensor, up: Tensor, *, approximate: str, dtype: torch.dtype) -> Tensor:
     """Compute `reference` by the Triton kernel."""
-    y = gate.new_empty(gate.shape, dtype=dtype)
-    launch_by_rows(forward_kernel, (gate, up), (y,), TANH=approximate == "tanh")
-    return y
+    return launch_pointwise(forward_kernel, (gate, up), (dtype,), TANH=approximate == "tanh")[0]
 
 
-def launch_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, Tensor]:
+def launch_backward(grad: Tensor, gate: Tensor, up: Tensor, *, approximate: str) -> tuple[Tensor, ...]:
     """Compute `backward_reference` by the Triton kernel."""
-    gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    launch_by_rows(backward_kernel, (grad, gate, up), gradients, TANH=approximate == "tanh")
-    return gradients
+    return launch_pointwise(backward_kernel, (grad, gate, up), (gate.dtype, up.dtype), TANH=approximate == "tanh")
 
 
-@define_op(like=reference, fake=lambda gate, up, *, approximate, dtype: gate.new_empty(gate.shape, dtype=dtype))
-def geglu(*tensors: Tensor, **options: Any) -> Any:
-    """Compute `gelu(gate) * up`, with the arguments of `reference`."""
-    compute = launch_forward if takes_triton(*tensors) else reference
-    return compute(*tensors, **options)
-
-
-@define_op(
-    like=backward_reference,
-    fake=lambda grad, gate, up, *, approximate: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+define_pointwise(
+    "geglu",
+    forward=(reference, launch_forward),
+    backward=(backward_reference, launch_backward),
+    options=["approximate"],
 )
-def geglu_backward(*tensors: Tensor, **options: Any) -> Any:
-    """Compute the gradients of `geglu`, contiguous: of gate and of up, each in its dtype."""
-    compute = launch_backward if takes_triton(*tensors) else backward_reference
-    return compute(*tensors, **options)
-
-
-differentiate_by(geglu, geglu_backward, options=["approximate"])
 
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:

@@ -7,14 +7,12 @@ plain functions that nobody calls, and the ops use their references.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from dsgraph.inductor_ext.symbolic_sizes import same_shape
 
@@ -109,39 +107,24 @@ def sum_over_rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
 
 
-def launch_by_rows(kernel: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], **constants: Any) -> None:
-    """Run an element-wise kernel.
+def launch_full_rows(kernel: Any, programs: int, *arguments: Any, columns: int, **constants: Any) -> None:
+    """Run a kernel of which each program holds full rows.
 
     Args:
-        kernel: The kernel: takes inputs, outputs, the row stride of each of them, the columns and the blocks of a row.
-        inputs: Tensors `[..., n]`, all of one shape.
-        outputs: Contiguous tensors of the same shape.
-        constants: Constants of the kernel, besides BLOCK.
+        kernel: The kernel: takes `arguments`.
+        programs: Number of programs.
+        arguments: Arguments of the kernel, of which the first is on its device.
+        columns: The elements of a row.
+        constants: Constants of the kernel; BLOCK, if it is not among them, is the least power of two that fits a row.
     """
-    tensors = [*map(as_rows, inputs), *(item.view(-1, item.shape[-1] if item.ndim else 1) for item in outputs)]
-    rows, columns = tensors[0].shape
-    block = min(1024, next_power_of_2(columns))
-    blocks = -(-columns // block)
-    strides = [item.stride(0) for item in tensors]
-    with on_device_of(tensors[0]):
-        kernel[(rows * blocks,)](*tensors, *strides, columns, blocks, BLOCK=block, **constants)
+    with on_device_of(arguments[0]):
+        kernel[(programs,)](
+            *arguments, **{"BLOCK": next_power_of_2(columns), **constants}, num_warps=warps_for(columns)
+        )
 
 
-def differentiate_by(op: CustomOpDef, backward: Callable[..., Any], *, options: Sequence[str] = ()) -> None:
-    """Register the derivative of an op that saves its inputs, all of them tensors.
-
-    Args:
-        op: The op, with keyword-only arguments.
-        backward: The derivative: takes the gradient of the result, the inputs and `options`; returns the gradients of
-            the inputs.
-        options: The op's keyword-only arguments that it takes as well.
-    """
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.options = {name: keyword_only_inputs[name] for name in options}
-
-    def differentiate(ctx: Any, grad: Tensor) -> Any:
-        return backward(grad, *ctx.saved_tensors, **ctx.options)
-
-    op.register_autograd(differentiate, setup_context=setup_context)
+@triton.jit
+def full_row(columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the row of a program that holds all of it, its columns, and which of them are inside the row."""
+    column = tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64), column, column < columns

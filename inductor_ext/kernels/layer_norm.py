@@ -25,19 +25,8 @@ from torch import Tensor
 
 from dsgraph.inductor_ext.ops import define_op
 
-from .launch import (
-    PROGRAMS,
-    as_rows,
-    compute_dtype,
-    next_power_of_2,
-    on_device_of,
-    sum_over_rows,
-    takes_triton,
-    tl,
-    triton,
-    warps_for,
-    why_not_rows,
-)
+from .launch import compute_dtype, full_row, sum_over_rows, takes_triton, tl, triton, why_not_rows
+from .launch_norm import differentiate_norm, launch_norm, launch_norm_backward, load_row
 
 _Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -102,15 +91,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
     With a residual, the norm is that of the rounded sum, which is stored as well.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * columns + column, total, mask=inside)
-        x = total.to(tl.float32)
+    row, column, inside, x = load_row(
+        x_ptr, residual_ptr, total_ptr, x_stride, residual_stride, columns, HAS_RESIDUAL, BLOCK
+    )
     mean = tl.sum(x, 0) / columns
     centred = tl.where(inside, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 0) / columns + eps)
@@ -131,9 +114,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     HAS_GRAD_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute rows p, p + programs, ... in program p, and sum its part of the gradients of weight and bias."""
-    first = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    first, column, inside = full_row(columns, BLOCK)
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     if HAS_WEIGHT:
@@ -160,61 +141,18 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    *,
-    dtype: torch.dtype,
-    residual: Tensor | None = None,
-    total: Tensor | None = None,
-) -> _Triple:
-    """Compute `reference` by the Triton kernel, for x or, into `total`, contiguous and like x, for x + residual."""
-    rows, residual_rows = as_rows(x), as_rows(x if residual is None else residual)
-    y = x.new_empty(x.shape, dtype=dtype)
-    mean, rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
-    parameters = (rows if item is None else item.contiguous() for item in (weight, bias))
-    with on_device_of(x):
-        forward_kernel[(len(rows),)](
-            *(rows, residual_rows, *parameters, y, y if total is None else total, mean, rstd),
-            *(rows.stride(0), residual_rows.stride(0), rows.shape[1], eps),
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None,
-            BLOCK=next_power_of_2(rows.shape[1]),
-            num_warps=warps_for(rows.shape[1]),
-        )
-    return y, mean, rstd
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any
+) -> tuple[Tensor, ...]:
+    """Compute `reference` by the Triton kernel, or that of `add_layer_norm` if a `residual` is given."""
+    return launch_norm(forward_kernel, x, (weight, bias), eps, HAS_BIAS=bias is not None, **options)
 
 
 def launch_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    bias_dtype: torch.dtype | None,
-    grad_x: Tensor | None = None,
+    grad: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor, bias_dtype: torch.dtype | None, **sums: Any
 ) -> _Triple:
     """Compute `backward_reference` by the Triton kernel."""
-    grad_rows, grad_x_rows, rows = (as_rows(item) for item in (grad, grad if grad_x is None else grad_x, x))
-    columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
-    dx = x.new_empty(x.shape)
-    dtypes = None if weight is None else weight.dtype, bias_dtype
-    parts = [x.new_empty((programs, columns) if dtype is not None else (0,), dtype=torch.float32) for dtype in dtypes]
-    with on_device_of(x):
-        backward_kernel[(programs,)](
-            *(grad_rows, grad_x_rows, rows, rows if weight is None else weight.contiguous(), mean, rstd, dx, *parts),
-            *(grad_rows.stride(0), grad_x_rows.stride(0), rows.stride(0), len(rows), columns),
-            HAS_GRAD_X=grad_x is not None,
-            HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias_dtype is not None,
-            BLOCK=next_power_of_2(columns),
-            num_warps=warps_for(columns),
-        )
-    dweight, dbias = (
-        x.new_empty(0) if dtype is None else part.sum(0).to(dtype) for part, dtype in zip(parts, dtypes, strict=True)
+    dx, dweight, dbias = launch_norm_backward(
+        *(backward_kernel, grad, x, weight, statistics), others=[bias_dtype], HAS_BIAS=bias_dtype is not None, **sums
     )
     return dx, dweight, dbias
 
@@ -235,7 +173,7 @@ def backward_fake(
 
 
 @define_op(like=reference, fake=fake)
-def layer_norm(x: Tensor, *parameters: Any, **options: Any) -> _Triple:
+def layer_norm(x: Tensor, *parameters: Any, **options: Any) -> tuple[Tensor, ...]:
     """Compute LayerNorm over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes_triton(x) else reference
     return compute(x, *parameters, **options)
@@ -250,19 +188,12 @@ def layer_norm_backward(
     return compute(grad, x, weight, mean, rstd, bias_dtype=bias_dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    x, weight, bias, _ = inputs
-    ctx.save_for_backward(x, weight, *output[1:])
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def backward_options(weight: Tensor | None, bias: Tensor | None, **_: Any) -> dict[str, Any]:
+    """Return the options of the op's derivative."""
+    return {"bias_dtype": None if bias is None else bias.dtype}
 
 
-def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = torch.ops.dsgraph.layer_norm_backward(grad, x, weight, mean, rstd, bias_dtype=ctx.bias_dtype)
-    return dx, None if weight is None else dweight, None if ctx.bias_dtype is None else dbias, None
-
-
-layer_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(layer_norm, layer_norm_backward, options=backward_options)
 
 
 def supports(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, **options: Any) -> str | None:

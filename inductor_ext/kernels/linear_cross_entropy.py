@@ -142,59 +142,37 @@ def linear_cross_entropy(
         IndexError: A target is out of range; on an accelerator, an assertion of the device.
         NotImplementedError: A second derivative is needed.
     """
-    terms = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    return _loss(
-        _autocast(hidden),
-        _autocast(weight),
-        target,
-        bias if bias is None else _autocast(bias),
-        terms=terms,
-        reduction=reduction,
-        dtype=dtype,
-    )
+    hidden, weight = _autocast(hidden), _autocast(weight)
+    bias = bias if bias is None else _autocast(bias)
+    options = LossTerms(ignore_index, label_smoothing, z_loss, softcap, logit_scale)._asdict()
+    refusal = supports(hidden, weight, target, bias, reduction=reduction, **options)
+    if refusal is not None:
+        raise ValueError(f"linear_cross_entropy: {refusal}")
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    loss = _reduced(rows, weight, labels, bias, reduction=reduction, **options)
+    return (loss.reshape(target.shape) if reduction == "none" else loss).to(dtype or loss.dtype)
 
 
 # Autograd sees what it calls, for how the loss is computed depends on whether gradients are needed.
 define_composite(linear_cross_entropy)
 
 
-def _loss(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    *,
-    terms: LossTerms,
-    reduction: str,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    options = terms._asdict()
-    refusal = supports(hidden, weight, target, bias, reduction=reduction, **options)
-    if refusal is not None:
-        raise ValueError(f"linear_cross_entropy: {refusal}")
-    labels = target.reshape(-1)
-    tensors = (hidden.reshape(-1, hidden.shape[-1]), weight, labels, bias)
-    if reduction == "none":
-        loss = linear_cross_entropy_rows(*tensors, **options).reshape(target.shape)
-        return loss.to(dtype or loss.dtype)
-    valid = labels != terms.ignore_index
-    row_weights = valid.to(wide_dtype(hidden.dtype))
-    if reduction == "sum":
-        return _weighted_sum(*tensors, row_weights, options).to(dtype or row_weights.dtype)
-    count = row_weights.sum()
-    loss = _weighted_sum(*tensors, row_weights / count.clamp(min=1), options)
-    return (loss + 0 / count).to(dtype or loss.dtype)  # of no rows the mean is 0 / 0, and the gradient 0
-
-
-def _weighted_sum(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weights: Tensor, options: dict[str, Any]
+def _reduced(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, reduction: str, **options: Any
 ) -> Tensor:
     tensors = (hidden, weight, target, bias)
+    if reduction == "none":
+        return linear_cross_entropy_rows(*tensors, **options)
+    row_weights = (target != options["ignore_index"]).to(wide_dtype(hidden.dtype))
+    count = row_weights.sum() if reduction == "mean" else None
+    if count is not None:
+        row_weights = row_weights / count.clamp(min=1)
     needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     if torch.is_grad_enabled() and any(needs):
-        return linear_cross_entropy_grads(*tensors, row_weights, needs=needs, **options)[0]
-    # No product of vectors: autocast would round it.
-    return (linear_cross_entropy_rows(*tensors, **options) * row_weights).sum()
+        loss = linear_cross_entropy_grads(*tensors, row_weights, needs=needs, **options)[0]
+    else:  # no product of vectors: autocast would round it
+        loss = (linear_cross_entropy_rows(*tensors, **options) * row_weights).sum()
+    return loss if count is None else loss + 0 / count  # of no rows the mean is 0 / 0, and the gradient 0
 
 
 def _autocast(tensor: Tensor) -> Tensor:

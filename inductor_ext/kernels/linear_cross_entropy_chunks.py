@@ -60,12 +60,11 @@ def row_chunks(target: Tensor, weight: Tensor, ignore_index: int) -> list[slice]
     return [slice(start, min(start + step, count)) for start in range(0, count, max(step, 1))]
 
 
-def _write_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
-    """Return the logits of some rows, in a buffer that may be larger."""
-    logits = buffer[: len(hidden)]
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return the logits of the rows of `hidden`, in `out` if that is given."""
     if bias is None:
-        return torch.mm(hidden, weight.t(), out=logits)
-    return torch.addmm(bias, hidden, weight.t(), out=logits)
+        return torch.mm(hidden, weight.t(), out=out)
+    return torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 def _logits_buffer(hidden: Tensor, weight: Tensor, chunks: Sequence[slice] | Sequence[Tensor]) -> Tensor:
@@ -140,7 +139,8 @@ def linear_cross_entropy_rows(
     buffer = _logits_buffer(hidden, weight, chunks)
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in chunks:
-            logits = _write_logits(hidden[rows], weight, bias, buffer)
+            part = hidden[rows]
+            logits = logits_of(part, weight, bias, buffer[: len(part)])
             losses[rows] = cross_entropy_rows(logits, target[rows], None, terms)
     return losses
 
@@ -191,7 +191,7 @@ def linear_cross_entropy_grads(
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in chunks:
             part, weights = hidden[rows], row_weights[rows]
-            logits = _write_logits(part, weight, bias, buffer)
+            logits = logits_of(part, weight, bias, buffer[: len(part)])
             total += cross_entropy_rows(logits, target[rows], weights, terms) @ weights
             if needs[0]:
                 d_hidden[rows] = torch.mm(logits, weight).to(d_hidden.dtype)

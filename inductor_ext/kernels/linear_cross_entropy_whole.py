@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .cross_entropy_rows import LossTerms
 from .launch import wide_dtype
+from .linear_cross_entropy_chunks import logits_of
 
 LEAST_BYTES = 16 * 2**20
 """Least size of logits for which chunks are used: smaller ones are computed at once, or left to plain torch."""
@@ -36,7 +37,7 @@ def whole_grads(
     terms = LossTerms(**options)
     ignored = target == terms.ignore_index
     weights = (row_weights * terms.logit_scale).masked_fill(ignored, 0)[:, None]
-    parts = _Rows(_logits(hidden, weight, bias), target, ignored, terms)
+    parts = _Rows(logits_of(hidden, weight, bias), target, ignored, terms)
     total = (parts.losses() * row_weights).sum()
     d_logits = parts.d_logits(weights).to(hidden.dtype)
     d_hidden = d_logits @ weight if needs[0] else hidden.new_empty(0)
@@ -50,7 +51,7 @@ def whole_rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
     if _prefers_chunks(hidden, weight):
         return NotImplemented
     terms = LossTerms(**options)
-    return _Rows(_logits(hidden, weight, bias), target, target == terms.ignore_index, terms).losses()
+    return _Rows(logits_of(hidden, weight, bias), target, target == terms.ignore_index, terms).losses()
 
 
 def _prefers_chunks(hidden: Tensor, weight: Tensor) -> bool:
@@ -63,12 +64,6 @@ def _prefers_chunks(hidden: Tensor, weight: Tensor) -> bool:
         return True
     few = 0 < hidden.shape[0] * weight.shape[0] * wide_dtype(hidden.dtype).itemsize <= LEAST_BYTES
     return not few or hidden.device.type != "cpu" or hidden.dtype is torch.float16
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return torch.mm(hidden, weight.t())
-    return torch.addmm(bias, hidden, weight.t())
 
 
 class _Rows:

@@ -25,20 +25,8 @@ from torch import Tensor
 
 from dsgraph.inductor_ext.ops import define_op
 
-from .launch import (
-    PROGRAMS,
-    as_rows,
-    compute_dtype,
-    next_power_of_2,
-    on_device_of,
-    sum_over_rows,
-    takes_triton,
-    tl,
-    triton,
-    triton_dtype,
-    warps_for,
-    why_not_rows,
-)
+from .launch import compute_dtype, full_row, sum_over_rows, takes_triton, tl, triton, triton_dtype, why_not_rows
+from .launch_norm import differentiate_norm, launch_norm, launch_norm_backward, load_row
 
 
 def reference(
@@ -104,15 +92,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
     With a residual, the norm is that of the rounded sum, which is stored as well.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * columns + column, total, mask=inside)
-        x = total.to(tl.float32)
+    row, column, inside, x = load_row(
+        x_ptr, residual_ptr, total_ptr, x_stride, residual_stride, columns, HAS_RESIDUAL, BLOCK
+    )
     rstd = tl.rsqrt(tl.sum(x * x, 0) / columns + eps)
     tl.store(rstd_ptr + row, rstd)
     y = (x * rstd).to(ROUND_TO).to(tl.float32)
@@ -129,9 +111,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     HAS_GRAD_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute rows p, p + programs, ... in program p, and sum its part of the weight's gradient."""
-    first = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    first, column, inside = full_row(columns, BLOCK)
     dweight = tl.zeros([BLOCK], tl.float32)
     if HAS_WEIGHT:
         scale = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32) + offset
@@ -152,62 +132,20 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-    dtype: torch.dtype,
-    residual: Tensor | None = None,
-    total: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `reference` by the Triton kernel, for x or, into `total`, contiguous and like x, for x + residual."""
-    rows, residual_rows = as_rows(x), as_rows(x if residual is None else residual)
-    columns = rows.shape[1]
-    y = x.new_empty(x.shape, dtype=dtype)
-    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    scale = rows if weight is None else weight.contiguous()
-    with on_device_of(x):
-        forward_kernel[(len(rows),)](
-            *(rows, residual_rows, scale, y, y if total is None else total, rstd),
-            *(rows.stride(0), residual_rows.stride(0), columns, eps, offset),
-            HAS_RESIDUAL=residual is not None,
-            HAS_WEIGHT=weight is not None,
-            ROUND_TO=triton_dtype(norm_dtype),
-            PRODUCT=triton_dtype(_product_dtype(weight, norm_dtype)),
-            BLOCK=next_power_of_2(columns),
-            num_warps=warps_for(columns),
-        )
-    return y, rstd
+    x: Tensor, weight: Tensor | None, eps: float, *, offset: float, norm_dtype: torch.dtype, **options: Any
+) -> tuple[Tensor, ...]:
+    """Compute `reference` by the Triton kernel, or that of `add_rms_norm` if a `residual` is given."""
+    dtypes = {"ROUND_TO": triton_dtype(norm_dtype), "PRODUCT": triton_dtype(_product_dtype(weight, norm_dtype))}
+    return launch_norm(forward_kernel, x, [weight], eps, offset, **dtypes, **options)
 
 
 def launch_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float,
-    norm_dtype: torch.dtype,
-    grad_x: Tensor | None = None,
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float, norm_dtype: torch.dtype, **sums: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute `backward_reference` by the Triton kernel."""
-    grad_rows, grad_x_rows, rows = (as_rows(item) for item in (grad, grad if grad_x is None else grad_x, x))
-    columns, programs = rows.shape[1], min(len(rows), PROGRAMS)
-    dx = x.new_empty(x.shape)
-    parts = x.new_empty((programs, columns) if weight is not None else (0,), dtype=torch.float32)
-    with on_device_of(x):
-        backward_kernel[(programs,)](
-            *(grad_rows, grad_x_rows, rows, rows if weight is None else weight.contiguous(), rstd, dx, parts),
-            *(grad_rows.stride(0), grad_x_rows.stride(0), rows.stride(0), len(rows), columns, offset),
-            HAS_GRAD_X=grad_x is not None,
-            HAS_WEIGHT=weight is not None,
-            ROUND_TO=triton_dtype(norm_dtype),
-            BLOCK=next_power_of_2(columns),
-            num_warps=warps_for(columns),
-        )
-    return dx, x.new_empty(0) if weight is None else parts.sum(0).to(weight.dtype)
+    round_to = triton_dtype(norm_dtype)
+    dx, dweight = launch_norm_backward(backward_kernel, grad, x, weight, [rstd], offset, ROUND_TO=round_to, **sums)
+    return dx, dweight
 
 
 def takes(x: Tensor, weight: Tensor | None, norm_dtype: torch.dtype) -> bool:
@@ -226,7 +164,7 @@ def backward_fake(grad: Tensor, x: Tensor, weight: Tensor | None, *_: Any, **__:
 
 
 @define_op(like=reference, fake=fake)
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> tuple[Tensor, ...]:
     """Compute RMSNorm over the last dimension, with the arguments of `reference`."""
     compute = launch_forward if takes(x, weight, options["norm_dtype"]) else reference
     return compute(x, weight, eps, **options)
@@ -244,19 +182,12 @@ def rms_norm_backward(
     return compute(grad, x, weight, rstd, offset=offset, norm_dtype=norm_dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.options = {name: keyword_only_inputs[name] for name in ("offset", "norm_dtype")}
+def backward_options(weight: Tensor | None, *, offset: float, norm_dtype: torch.dtype, **_: Any) -> dict[str, Any]:
+    """Return the options of the op's derivative."""
+    return {"offset": offset, "norm_dtype": norm_dtype}
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = ctx.saved_tensors
-    dx, dweight = torch.ops.dsgraph.rms_norm_backward(grad, x, weight, rstd, **ctx.options)
-    return dx, None if weight is None else dweight, None
-
-
-rms_norm.register_autograd(_backward, setup_context=_setup_context)
+differentiate_norm(rms_norm, rms_norm_backward, options=backward_options)
 
 
 def supports(x: Tensor, weight: Tensor | None, eps: float, **options: Any) -> str | None:

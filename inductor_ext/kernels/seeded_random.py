@@ -39,19 +39,14 @@ def seeded_random(seed: Tensor, like: Tensor, normal: bool) -> Tensor:
     return drawn.normal_(generator=generator) if normal else drawn.uniform_(generator=generator)
 
 
-def _uniform(seed: Tensor, like: Tensor) -> Tensor:
-    drawn: Tensor = torch.ops.dsgraph.seeded_random(seed, like.detach(), False)
-    return drawn
-
-
-def _normal(seed: Tensor, like: Tensor) -> Tensor:
-    drawn: Tensor = torch.ops.dsgraph.seeded_random(seed, like.detach(), True)
+def _draw(seed: Tensor, like: Tensor, *, normal: bool = False) -> Tensor:
+    drawn: Tensor = torch.ops.dsgraph.seeded_random(seed, like.detach(), normal)
     return drawn
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor) -> Tensor:
     """Compute `torch.nn.functional.dropout`."""
-    kept, scale = _uniform(seed, input) >= p, 0.0 if p == 1 else 1 / (1 - p)
+    kept, scale = _draw(seed, input) >= p, 0.0 if p == 1 else 1 / (1 - p)
     return input.mul_(kept).mul_(scale) if inplace else input * kept * scale
 
 
@@ -85,41 +80,41 @@ def scaled_dot_product_attention(
 
 def rand_like(input: Tensor, *, dtype: torch.dtype | None = None, seed: Tensor) -> Tensor:
     """Compute `torch.rand_like`."""
-    return _uniform(seed, input).to(dtype or input.dtype)
+    return _draw(seed, input).to(dtype or input.dtype)
 
 
 def randn_like(input: Tensor, *, dtype: torch.dtype | None = None, seed: Tensor) -> Tensor:
     """Compute `torch.randn_like`."""
-    return _normal(seed, input).to(dtype or input.dtype)
+    return _draw(seed, input, normal=True).to(dtype or input.dtype)
 
 
 def rand(*size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: Tensor) -> Tensor:
     """Compute `torch.rand`."""
     like = torch.empty(*size, dtype=dtype, device=device)
-    return _uniform(seed, like).to(like.dtype)
+    return _draw(seed, like).to(like.dtype)
 
 
 def randn(*size: Any, dtype: torch.dtype | None = None, device: Any = None, seed: Tensor) -> Tensor:
     """Compute `torch.randn`."""
     like = torch.empty(*size, dtype=dtype, device=device)
-    return _normal(seed, like).to(like.dtype)
+    return _draw(seed, like, normal=True).to(like.dtype)
 
 
 def bernoulli(input: Tensor, *, seed: Tensor) -> Tensor:
     """Compute `torch.bernoulli`."""
-    return (_uniform(seed, input) < input).to(input.dtype)
+    return (_draw(seed, input) < input).to(input.dtype)
 
 
 def bernoulli_(input: Tensor, p: float | Tensor = 0.5, *, seed: Tensor) -> Tensor:
     """Compute `torch.Tensor.bernoulli_`."""
-    return input.copy_(_uniform(seed, input) < p)
+    return input.copy_(_draw(seed, input) < p)
 
 
 def uniform_(input: Tensor, a: float = 0.0, b: float = 1.0, *, seed: Tensor) -> Tensor:
     """Compute `torch.Tensor.uniform_`."""
-    return input.copy_(a + (b - a) * _uniform(seed, input))
+    return input.copy_(a + (b - a) * _draw(seed, input))
 
 
 def normal_(input: Tensor, mean: float = 0.0, std: float = 1.0, *, seed: Tensor) -> Tensor:
     """Compute `torch.Tensor.normal_`."""
-    return input.copy_(mean + std * _normal(seed, input))
+    return input.copy_(mean + std * _draw(seed, input, normal=True))

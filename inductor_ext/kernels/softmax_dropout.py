@@ -29,12 +29,12 @@ from dsgraph.inductor_ext.ops import define_op
 
 from .launch import (
     as_rows,
+    full_row,
+    launch_full_rows,
     next_power_of_2,
-    on_device_of,
     takes_triton,
     tl,
     triton,
-    warps_for,
     why_not_rows,
     wide_dtype,
 )
@@ -73,9 +73,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, seed_ptr, y_ptr, kept_ptr, x_stride, columns, p, scale, BLOCK: tl.constexpr, CALLS: tl.constexpr,
 ):  # fmt: skip
     """Compute one row in each program. Each of its CALLS of the generator gives four numbers, for four neighbours."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = full_row(columns, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     z = tl.exp(x - tl.max(x, 0))
     z = z / tl.sum(z, 0)
@@ -91,9 +89,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, x_ptr, kept_ptr, dx_ptr, grad_stride, x_stride, kept_stride, columns, scale, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one row in each program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = full_row(columns, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
     u = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     kept = tl.load(kept_ptr + row * kept_stride + column, mask=inside, other=0)
@@ -111,13 +107,8 @@ def launch_forward(x: Tensor, p: float, *, dtype: torch.dtype) -> tuple[Tensor, 
     block = max(4, next_power_of_2(columns))
     y, kept = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=torch.bool)
     seed = torch.randint(2**63 - 1, (1,), device=x.device)
-    with on_device_of(x):
-        forward_kernel[(len(rows),)](
-            *(rows, seed, y, kept, rows.stride(0), columns, p, _scale(p)),
-            BLOCK=block,
-            CALLS=block // 4,
-            num_warps=warps_for(columns),
-        )
+    arguments = (rows, seed, y, kept, rows.stride(0), columns, p, _scale(p))
+    launch_full_rows(forward_kernel, len(rows), *arguments, columns=columns, BLOCK=block, CALLS=block // 4)
     return y, kept
 
 
@@ -126,12 +117,8 @@ def launch_backward(grad: Tensor, x: Tensor, kept: Tensor, p: float) -> Tensor:
     tensors = [as_rows(item) for item in (grad, x, kept)]
     columns = tensors[1].shape[1]
     dx = x.new_empty(x.shape)
-    with on_device_of(x):
-        backward_kernel[(len(tensors[1]),)](
-            *(*tensors, dx, *(item.stride(0) for item in tensors), columns, _scale(p)),
-            BLOCK=next_power_of_2(columns),
-            num_warps=warps_for(columns),
-        )
+    arguments = (*tensors, dx, *(item.stride(0) for item in tensors), columns, _scale(p))
+    launch_full_rows(backward_kernel, len(tensors[1]), *arguments, columns=columns)
     return dx
 
 

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsgraph.inductor_ext.ops import define_op
-
-from .launch import compute_dtype, differentiate_by, launch_by_rows, takes_triton, tl, triton, why_not_floating
+from .define_pointwise import block_of_row, define_pointwise, launch_pointwise
+from .launch import compute_dtype, tl, triton, why_not_floating
 
 
 def reference(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -54,9 +53,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, y_stride, columns, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a row in each program."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = block_of_row(columns, blocks, BLOCK)
     a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     y = a * tl.sigmoid(a) * b
@@ -69,9 +66,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     columns, blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of a row in each program."""
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    row, column, inside = block_of_row(columns, blocks, BLOCK)
     g = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -83,33 +78,19 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 def launch_forward(gate: Tensor, up: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Compute `reference` by the Triton kernel."""
-    y = gate.new_empty(gate.shape, dtype=dtype)
-    launch_by_rows(forward_kernel, (gate, up), (y,))
-    return y
+    return launch_pointwise(forward_kernel, (gate, up), (dtype,))[0]
 
 
-def launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     """Compute `backward_reference` by the Triton kernel."""
-    gradients = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    launch_by_rows(backward_kernel, (grad, gate, up), gradients)
-    return gradients
+    return launch_pointwise(backward_kernel, (grad, gate, up), (gate.dtype, up.dtype))
 
 
-@define_op(like=reference, fake=lambda gate, up, *, dtype: gate.new_empty(gate.shape, dtype=dtype))
-def swiglu(*tensors: Tensor, **options: Any) -> Any:
-    """Compute `silu(gate) * up`, with the arguments of `reference`."""
-    compute = launch_forward if takes_triton(*tensors) else reference
-    return compute(*tensors, **options)
-
-
-@define_op(like=backward_reference, fake=lambda grad, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)))
-def swiglu_backward(*tensors: Tensor) -> Any:
-    """Compute the gradients of `swiglu`, contiguous: of gate and of up, each in its dtype."""
-    compute = launch_backward if takes_triton(*tensors) else backward_reference
-    return compute(*tensors)
-
-
-differentiate_by(swiglu, swiglu_backward)
+define_pointwise(
+    "swiglu",
+    forward=(reference, launch_forward),
+    backward=(backward_reference, launch_backward),
+)
 
 
 def supports(gate: Tensor, up: Tensor, **options: Any) -> str | None:

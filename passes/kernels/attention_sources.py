@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dsgraph.inductor_ext.compat import size_hint
 
-from .matching import Call, call_of, value_of
+from .matching import Call, call_of, fake_of, value_of
 
 # Calls that only scale and shift each token: norms, also as elementary ops.
 _KEEPING = frozenset(
@@ -117,7 +117,7 @@ def _operands(node: Node) -> list[Node]:
 
 
 def _holds_numbers(node: Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = fake_of(node)
     return value.dtype.is_floating_point if isinstance(value, Tensor) else isinstance(value, (tuple, list))
 
 

@@ -18,7 +18,7 @@ from dsgraph.passes.compat import (
     storage_id,
 )
 
-from .matching import call_of, writes
+from .matching import call_of, fake_of, writes
 
 # Reading these again costs almost nothing: they stay for their other readers, without a note.
 _CHEAP = ("cast", "contiguous", "reshape", "transpose", "getitem", "unflatten", "chunk", "split")
@@ -225,6 +225,6 @@ def _storages(node: Node) -> set[int]:
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = fake_of(node)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [item for item in values if isinstance(item, torch.Tensor)]

@@ -111,8 +111,13 @@ def either_way(call: Call) -> Iterator[tuple[Any, Any]]:
 
 def value_of(node: object) -> Tensor | None:
     """Return the fake tensor of a node's result."""
-    found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+    found = fake_of(node) if isinstance(node, Node) else None
     return found if isinstance(found, Tensor) else None
+
+
+def fake_of(item: Any) -> Any:
+    """Return the fake result of a node, which may be no tensor; return anything else as it is."""
+    return item.meta.get("example_value", item.meta.get("val")) if isinstance(item, Node) else item
 
 
 def dtype_of(node: object) -> torch.dtype | None:

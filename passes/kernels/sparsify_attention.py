@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from dsgraph.inductor_ext.compat import size_hint
 from dsgraph.inductor_ext.sparse import block_attention, custom, layouts, patterns, products, reading, row_buckets
 from dsgraph.inductor_ext.sparse import block_sparse_attention as op
 from dsgraph.inductor_ext.sparse.layouts import Layout, SparseLayoutError
 from dsgraph.inductor_ext.sparse.patterns import Fixed
-from dsgraph.passes.compat import fake_mode_of
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult, source_fingerprint
 from dsgraph.passes.core.notes import user_line
@@ -25,11 +22,12 @@ from dsgraph.passes.ir.graph import all_graph_modules, find_calls
 
 from . import find_attention as finding
 from . import mask_terms
+from .add_call import add_call, with_gradient_as
 from .attention_sources import why_not_self
 from .capture_graph import reader_of_layout, transforms_begun
 from .find_attention import FoundAttention, before_repeating, find_attention
 from .findings import NOWHERE
-from .matching import writes
+from .matching import fake_of, writes
 from .spec import NearMiss
 
 _OP = torch.ops.dsgraph.block_sparse_attention.default
@@ -107,10 +105,10 @@ def _sparsified(found: FoundAttention, layout: Layout) -> str | NearMiss:
     """Replace an attention by the op; return a description of its blocks, or why it is left alone."""
     node, graph = found.node, found.node.graph
     q, k, v = found.q, found.k if found.keys_are_transposed else before_repeating(found.k), before_repeating(found.v)
-    sizes = _value(q).shape
+    sizes = fake_of(q).shape
     if len(sizes) != 4:
         return NearMiss(node, f"it has {len(sizes)} dimensions, and the op 4: batch, heads, tokens, width")
-    if _value(k).shape[1] != _value(v).shape[1]:
+    if fake_of(k).shape[1] != fake_of(v).shape[1]:
         k, v = found.k, found.v
     with graph.inserting_before(node):
         made: list[Node] = []
@@ -118,7 +116,7 @@ def _sparsified(found: FoundAttention, layout: Layout) -> str | NearMiss:
         if found.keys_are_transposed:
             k = emit("transpose", k, -2, -1)
         mask, bias = _mask(found, emit), _four_dimensions(found.bias, emit)
-        reason = _why_not(layout, found, *map(_value, (q, k, v, mask, bias)))
+        reason = _why_not(layout, found, *map(fake_of, (q, k, v, mask, bias)))
         if reason is not None:
             for item in reversed(made):
                 graph.erase_node(item)
@@ -126,9 +124,9 @@ def _sparsified(found: FoundAttention, layout: Layout) -> str | NearMiss:
         options = {"scale": found.scale, "dropout_p": found.dropout_p, "causal": found.mask.causal}
         results = emit(_OP, q, k, v, mask, bias, layout.text, **options)
         result = emit(operator.getitem, results, 0)
-        if reader_of_layout(node) is not None and not _same_strides(_value(node), _value(result)):
+        if reader_of_layout(node) is not None and fake_of(node).stride() != fake_of(result).stride():
             result = emit("contiguous", result)
-    result.meta = {**node.meta, "example_value": _with_gradient_as(_value(node), _value(result))}
+    result.meta = {**node.meta, "example_value": with_gradient_as(fake_of(node), fake_of(result))}
     node.replace_all_uses_with(result)
     return _described(layout, sizes, causal=found.mask.causal)
 
@@ -170,14 +168,7 @@ class _Emit:
     made: list[Node]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        graph = self.node.graph
-        is_method = isinstance(target, str)
-        call = graph.call_method(target, args, kwargs) if is_method else graph.call_function(target, args, kwargs)
-        values, named = map_arg((args, kwargs), _value)
-        with fake_mode_of(_value(self.node)), torch.no_grad():
-            value = getattr(values[0], target)(*values[1:], **named) if is_method else target(*values, **named)
-        kept = {key: item for key, item in self.node.meta.items() if key not in ("example_value", "val")}
-        call.meta = {**kept, "example_value": value}
+        call = add_call(self.node, target, args, kwargs)
         self.made.append(call)
         return call
 
@@ -196,19 +187,7 @@ def _mask(found: FoundAttention, emit: _Emit) -> Node | None:
 
 
 def _four_dimensions(given: Node | None, emit: _Emit) -> Node | None:
-    missing = 0 if given is None else 4 - _value(given).ndim
+    missing = 0 if given is None else 4 - fake_of(given).ndim
     if given is None or missing <= 0:
         return given
     return emit(operator.getitem, given, (*(None,) * missing, ...))
-
-
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else node
-
-
-def _same_strides(one: Tensor, other: Tensor) -> bool:
-    return one.stride() == other.stride()
-
-
-def _with_gradient_as(plain: Tensor, made: Tensor) -> Tensor:
-    return made.detach().requires_grad_(plain.requires_grad)

@@ -168,7 +168,7 @@ def traced_kernel(
     is_anchor: Callable[[Node], bool],
     match: Callable[[Node], Match | NearMiss | None],
     gain: Callable[[Match, Setting], Gain],
-    triton: Sequence[Any],
+    triton: Sequence[Any] | None = None,
     results: int = 1,
     takes_from: tuple[str, ...] = (),
     traced: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
@@ -181,7 +181,7 @@ def traced_kernel(
         is_anchor: See `KernelSpec`.
         match: See `KernelSpec`.
         gain: See `KernelSpec`.
-        triton: See `KernelSpec`.
+        triton: See `KernelSpec`; by default its `forward_kernel` and `backward_kernel`.
         results: See `KernelSpec`.
         takes_from: See `KernelSpec`.
         traced: Replacements of the two ops under Inductor; by default their references.
@@ -202,6 +202,6 @@ def traced_kernel(
         supports=kernel.supports,
         results=results,
         register=register,
-        triton=triton,
+        triton=triton or (kernel.forward_kernel, kernel.backward_kernel),
         takes_from=takes_from,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +18,10 @@ from dsgraph.passes.core.graph_pass import GraphPass, PassResult, source_fingerp
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import all_graph_modules
 
+from .add_call import add_call, compute, meta_like, with_gradient_as
 from .capture_graph import interior, place_of, reader_of_layout, same_layout, transforms_begun, why_unsafe
 from .findings import Findings
+from .matching import fake_of
 from .registry import KERNELS, largest_first
 from .spec import Derived, KernelSpec, Match, NearMiss, Setting
 
@@ -122,7 +125,7 @@ def _why_not(spec: KernelSpec, match: Match) -> str | None:
 def _why_not_differentiated_so(match: Match) -> str | None:
     """Return why a result must not need a gradient because another does, or None: all results of an op do, or none."""
     for node in match.others.values():
-        if _value(node).requires_grad != _value(match.node).requires_grad:
+        if fake_of(node).requires_grad != fake_of(match.node).requires_grad:
             return f"{node.name}, which the kernel gives as well, needs no gradient, and with the kernel would need one"
     return None
 
@@ -130,7 +133,7 @@ def _why_not_differentiated_so(match: Match) -> str | None:
 def _why_not_laid_out_so(spec: KernelSpec, match: Match, made: Any) -> str | None:
     """Return why the kernel's results must not have their memory layout, or None: a `view` may need other strides."""
     for number, node in {0: match.node, **match.others}.items():
-        result, plain = made[number] if spec.results > 1 else made, _value(node)
+        result, plain = made[number] if spec.results > 1 else made, fake_of(node)
         if not isinstance(plain, torch.Tensor) or same_layout(result, plain):
             continue
         reader = reader_of_layout(node)
@@ -163,20 +166,12 @@ def _resolve(item: Any, node: Callable[[Node], Any], call: Callable[[Any, tuple[
 
 def _values(match: Match) -> Any:
     """Return the fake values of the inputs."""
-    with fake_mode_of(_value(match.node)), torch.no_grad():
-        return _resolve(match.inputs, _value, _run)
-
-
-def _run(target: Any, args: tuple[Any, ...]) -> Any:
-    return getattr(args[0], target)(*args[1:]) if isinstance(target, str) else target(*args)
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
+    with fake_mode_of(fake_of(match.node)), torch.no_grad():
+        return _resolve(match.inputs, fake_of, compute)
 
 
 def _device_type(match: Match) -> str:
-    value = _value(match.node)
+    value = fake_of(match.node)
     return str(value.device.type) if isinstance(value, torch.Tensor) else "cpu"
 
 
@@ -190,7 +185,7 @@ def _substitute(spec: KernelSpec, match: Match, made: Any) -> list[Node]:
     replaced = interior(node, _nodes(match))
     with graph.inserting_before(place_of(node, _nodes(match), others=_others(match))):
         call = graph.call_function(spec.op, _emit(match), dict(match.options))
-    call.meta = _meta_like(node, made)
+    call.meta = meta_like(node, made)
     erased = []
     for old in reversed(replaced):
         if old in numbers and old.users:
@@ -207,39 +202,20 @@ def _result(spec: KernelSpec, call: Node, old: Node, number: int) -> Node:
         return call
     with call.graph.inserting_after(call):
         result = call.graph.call_function(operator.getitem, (call, number))
-    result.meta = _meta_like(old, call.meta["example_value"][number])
+    result.meta = meta_like(old, call.meta["example_value"][number])
     return result
-
-
-def _meta_like(node: Node, value: Any) -> dict[str, Any]:
-    """Return the metadata of a node, for another value."""
-    kept = {key: item for key, item in node.meta.items() if key not in ("example_value", "val")}
-    return {**kept, "example_value": value}
 
 
 def _emit(match: Match) -> Any:
     """Return the inputs, with nodes for derived ones at the graph's insertion point."""
-    graph = match.node.graph
-
-    def call(target: Any, args: tuple[Any, ...]) -> Node:
-        made = graph.call_method(target, args) if isinstance(target, str) else graph.call_function(target, args)
-        made.meta = _meta_like(match.node, _run(target, torch.fx.map_arg(args, _value)))
-        return made
-
-    with fake_mode_of(_value(match.node)), torch.no_grad():
-        return _resolve(match.inputs, lambda node: node, call)
+    return _resolve(match.inputs, lambda node: node, partial(add_call, match.node))
 
 
 def _evaluate(spec: KernelSpec, match: Match) -> Any:
     inputs = _values(match)
-    with fake_mode_of(_value(match.node)), torch.no_grad():
+    with fake_mode_of(fake_of(match.node)), torch.no_grad():
         made = spec.op(*inputs, **match.options)
         results = list(made) if spec.results > 1 else [made]
         for number, node in {0: match.node, **match.others}.items():
-            results[number] = _with_gradient_as(_value(node), results[number])
+            results[number] = with_gradient_as(fake_of(node), results[number])
     return tuple(results) if spec.results > 1 else results[0]
-
-
-def _with_gradient_as(plain: Any, made: Any) -> Any:
-    """Return `made` with `requires_grad` if the graph's own value needs a gradient: other matches read it."""
-    return made.detach().requires_grad_(plain.requires_grad) if isinstance(plain, torch.Tensor) else made

@@ -35,11 +35,12 @@ def library() -> ctypes.CDLL | None:
     return vectors_cpp.library(SOURCE, what="skinny matmuls are")
 
 
-def _fake(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+def fake(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+    """Return an empty result of a skinny matmul."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@define_native(fake=_fake, load=library)
+@define_native(fake=fake, load=library)
 def skinny_product(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     """Compute `x @ (weight * scale).t() + bias` for tensors that `takes` accepts.
 
@@ -60,7 +61,7 @@ def weight_of_groups(packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return (numbers * scale[..., None] + least[..., None]).flatten(1)
 
 
-@define_native(fake=_fake, load=library)
+@define_native(fake=fake, load=library)
 def skinny_product_groups(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `x @ weight.t() + bias` with a 4-bit weight, for tensors that `takes_groups` accepts.
 

@@ -119,7 +119,7 @@ def launch(x: Tensor, packed: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return y
 
 
-@define_op(like=reference, fake=lambda x, packed, *others: x.new_empty((*x.shape[:-1], packed.shape[0])))
+@define_op(like=reference, fake=skinny_cpp.fake)
 def skinny_groups(x: Tensor, *weight: Tensor) -> Any:
     """Compute `x @ w.t()` with the arguments of `reference`; contiguous. It has no derivative."""
     if takes_triton(x):

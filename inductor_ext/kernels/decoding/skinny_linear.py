@@ -113,11 +113,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None)
     return y
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@define_op(like=reference, fake=_fake)
+@define_op(like=reference, fake=skinny_cpp.fake)
 def skinny_linear(*tensors: Tensor | None) -> Any:
     """Compute `x @ (weight * scale).t() + bias`, with the arguments of `reference`; contiguous.
 

@@ -38,5 +38,4 @@ SPEC = traced_kernel(
     is_anchor=is_gelu,
     match=match,
     gain=gain_by_fusing(forward=2, backward=1),  # torch's backward is a kernel and the sum of rows, as ours
-    triton=(kernel.forward_kernel, kernel.backward_kernel),
 )

@@ -52,10 +52,6 @@ def _gain(match: Match, setting: Setting) -> Gain:
     return Gain(0, size // 2, "of the cache it reads the filled part, half of it on the way")
 
 
-def _register() -> None:
-    decompose(SPEC.op, kernel.traceable, at_times=True)
-
-
 SPEC = KernelSpec(
     name="decode_attention",
     op=torch.ops.dsgraph.decode_attention.default,
@@ -64,6 +60,6 @@ SPEC = KernelSpec(
     match=match,
     gain=_gain,
     supports=kernel.supports,
-    register=_register,
+    register=lambda: decompose(torch.ops.dsgraph.decode_attention.default, kernel.traceable, at_times=True),
     triton=(kernel.attention_kernel,),
 )

@@ -33,6 +33,5 @@ SPEC = traced_kernel(
     is_anchor=is_gelu,
     match=match,
     gain=gain_by_fusing(forward=2, backward=3),
-    triton=(kernel.forward_kernel, kernel.backward_kernel),
     takes_from=("bias_gelu",),
 )

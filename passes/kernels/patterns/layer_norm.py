@@ -125,6 +125,5 @@ SPEC = traced_kernel(
     is_anchor=is_anchor,
     match=match,
     gain=_gain,
-    triton=(kernel.forward_kernel, kernel.backward_kernel),
     results=3,
 )

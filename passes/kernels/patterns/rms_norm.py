@@ -129,6 +129,5 @@ SPEC = traced_kernel(
     is_anchor=is_anchor,
     match=match,
     gain=gain_by_fusing(forward=6, backward=12),
-    triton=(kernel.forward_kernel, kernel.backward_kernel),
     results=2,
 )

@@ -70,10 +70,6 @@ def _gain(match: Match, setting: Setting) -> Gain:
     return Gain(0, size, "it reads the weight at the rate of memory, torch's product below it")
 
 
-def _register() -> None:
-    decompose(SPEC.op, kernel.traceable, at_times=True)
-
-
 SPEC = KernelSpec(
     name="skinny_linear",
     op=torch.ops.dsgraph.skinny_linear.default,
@@ -82,6 +78,6 @@ SPEC = KernelSpec(
     match=match,
     gain=_gain,
     supports=kernel.supports,
-    register=_register,
+    register=lambda: decompose(torch.ops.dsgraph.skinny_linear.default, kernel.traceable, at_times=True),
     triton=(kernel.product_kernel,),
 )

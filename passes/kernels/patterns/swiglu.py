@@ -46,5 +46,4 @@ SPEC = traced_kernel(
     is_anchor=is_anchor,
     match=match,
     gain=gain_by_fusing(forward=2, backward=3),
-    triton=(kernel.forward_kernel, kernel.backward_kernel),
 )

@@ -13,7 +13,7 @@ from dsgraph.inductor_ext import kernels
 from dsgraph.inductor_ext.kernels.launch import on_device_of, sum_over_rows
 from examples import custom_kernel
 
-FILES = sorted(Path(kernels.__path__[0]).glob("*.py"))
+FILES = sorted(Path(kernels.__path__[0]).rglob("*.py"))
 
 
 def _launches(node: ast.AST, on_device: bool = False) -> Iterator[tuple[str, bool]]:
@@ -30,7 +30,7 @@ def _launches(node: ast.AST, on_device: bool = False) -> Iterator[tuple[str, boo
 
 def test_every_launch_is_on_the_device_of_its_tensors():
     found = {(file.name, *launch) for file in FILES for launch in _launches(ast.parse(file.read_text()))}
-    assert len(found) >= 9
+    assert len(found) >= 8
     assert {launch for launch in found if not launch[-1]} == set()
 
 
