@@ -773,6 +773,11 @@ BLOCKS = (
         killers=("tests/checkpoint/test_checkpoint_files.py",),
     ),
     Mutant(
+        *("limits-of-blocks-are-not-planned", "dsgraph/compiler/codegen.py", "missing check"),
+        *("Compilation._compile_inductor", " and not self._facts.keeps_limit", ""),
+        killers=("tests/distributed/test_block_limits.py::test_a_limit_is_planned_with_inductor",),
+    ),
+    Mutant(
         *("blocks-share-one-limit", "dsgraph/partitioning/blocks/block_frames.py", "wrong bound"),
         *("_allowing_more_recompiles", "recompile_limit() + number", "recompile_limit()"),
         killers=("tests/distributed/test_blocks.py",),

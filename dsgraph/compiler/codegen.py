@@ -130,7 +130,7 @@ class Compilation:
         compile_graph = partial(
             self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None
         )
-        if self._runner.pipeline.ends_with_capture:
+        if self._runner.pipeline.ends_with_capture and not self._facts.keeps_limit:
             return compile_graph()
         taken = [hook for hook in _HOOKS if hook in patches]
         if taken:

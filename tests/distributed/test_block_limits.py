@@ -57,7 +57,7 @@ def _batch(case: str, step: int) -> dict[str, Tensor]:
 
 
 def _train(
-    library: str, case: str, limit: int | None, *, micro_batches: int = 1, **how: Any
+    library: str, case: str, limit: int | None, *, micro_batches: int = 1, codegen: str = "eager", **how: Any
 ) -> tuple[int, list[Tensor], dsgraph.Report]:
     """Return the measured peak of a step, losses and gradients, and the report."""
     torch._dynamo.reset()
@@ -66,7 +66,7 @@ def _train(
     before = counter.live
     torch.manual_seed(0)
     model = dsgraph.partition(BUILDS[case](), stage=3, keep_whole_below=12, **how)
-    options = {"codegen": "eager"} | ({} if limit is None else {"memory_limit": limit})
+    options = {"codegen": codegen} | ({} if limit is None else {"memory_limit": limit})
     compiled = torch.compile(model, backend="dsgraph", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     found, peak = [], 0
@@ -113,6 +113,21 @@ def _keeps(library: str, case: str) -> None:
 @pytest.mark.parametrize("case", ("gpt", pytest.param("llama", marks=pytest.mark.full)))
 def test_a_step_of_blocks_stays_under_its_limit_with_the_same_numbers(ranks, library, case):
     ranks(2).run(_keeps, library, case)
+
+
+def _keeps_with_inductor(library: str) -> None:
+    most, usual, _ = _train(library, "gpt", None, codegen="inductor")
+    limit = int(0.9 * most)
+    peak, numbers, report = _train(library, "gpt", limit, codegen="inductor")
+    assert _is_of_blocks(report) and not report.limit_gaps and peak <= limit
+    assert any("recomputation takes" in line for line in _planned(report))
+    for mine, theirs in zip(numbers, usual, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.inductor
+def test_a_limit_is_planned_with_inductor(ranks, library):
+    ranks(2).run(_keeps_with_inductor, library)
 
 
 def _refuses(library: str) -> None:
