@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +17,7 @@ from dsgraph.passes.analysis.sizes import number_of, tensor_bytes
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.collectives import collective_group
+from dsgraph.passes.ir.gathers import computing_unit
 from dsgraph.passes.ir.graph import (
     bound_arguments,
     fake_value,
@@ -48,7 +49,8 @@ class ChooseCollectiveAlgorithms(GraphPass):
     the form with the least seconds by `ctx.costs` (measured, if there is a calibration), including the sum on this
     rank; messages if two are equal or there is no measurement. All forms give the same numbers: received values are
     added in the order of ranks. gloo's own reduce-scatter adds in another order, and is chosen only between two ranks,
-    where a sum is the same in any order. Shapes, groups and costs decide: all ranks choose the same.
+    where a sum is the same in any order. Several gradients of one unit of a step use messages, which can share a
+    bucket. Shapes, groups and costs decide: all ranks choose the same.
 
     Left alone: NCCL and every other backend, all-reduces, reductions of tensors outside host memory (gloo sends only
     those by messages) or other than "sum", and the user's own with dynamic sizes.
@@ -68,10 +70,11 @@ class ChooseCollectiveAlgorithms(GraphPass):
         reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
         reductions = [node for node in reductions if fake_value(node).device.type == "cpu"]
         predicted = {started: _predicted(started, ctx) for started in reductions if _is_sum_of_known_size(started)}
-        notes += _notes_on_reductions(predicted)
-        rewritten = [started for started, seconds in predicted.items() if _fastest(seconds) != _OWN]
+        chosen = _forms(predicted)
+        notes += _notes_on_reductions(predicted, chosen)
+        rewritten = [started for started in predicted if chosen[started] != _OWN]
         for started in rewritten:
-            _run_by(started, REDUCE_SCATTERS[_fastest(predicted[started])], recordings)
+            _run_by(started, REDUCE_SCATTERS[chosen[started]], recordings)
         return PassResult(changed=len(gathers) + len(rewritten), notes=tuple(notes))
 
 
@@ -114,8 +117,14 @@ def _seconds(started: Node, kind: str, ctx: PassContext) -> float | None:
     return ctx.costs.transfer_seconds(kind, group, sent)
 
 
-def _fastest(predicted: Mapping[str, float]) -> str:
-    return min(predicted, key=lambda kind: predicted[kind])  # of equals the first: messages
+def _forms(predicted: Mapping[Node, Mapping[str, float]]) -> dict[Node, str]:
+    """Return the form of each reduction: messages where several gradients of a unit share them, else the fastest."""
+    units = {started: computing_unit(started) for started in predicted}
+    shared = {unit for unit, count in Counter(units.values()).items() if unit is not None and count > 1}
+    return {
+        started: _MESSAGES if units[started] in shared else min(seconds, key=lambda kind: seconds[kind])
+        for started, seconds in predicted.items()  # of equals the first: messages
+    }
 
 
 def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
@@ -131,11 +140,11 @@ def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
     ]
 
 
-def _notes_on_reductions(predicted: Mapping[Node, Mapping[str, float]]) -> list[str]:
+def _notes_on_reductions(predicted: Mapping[Node, Mapping[str, float]], forms: Mapping[Node, str]) -> list[str]:
     """Return notes on the number of reductions in other forms than messages, with the predicted saving."""
     chosen: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    for seconds in predicted.values():
-        chosen[_fastest(seconds)].append(seconds)
+    for started, seconds in predicted.items():
+        chosen[forms[started]].append(seconds)
     return [
         f"{len(which)} of {len(predicted)} reductions do not use messages: {kind} is predicted to take "
         f"{_milliseconds(sum(seconds[kind] for seconds in which))}, messages "

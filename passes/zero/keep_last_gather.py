@@ -17,6 +17,7 @@ from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.core.notes import parameter_of
 from dsgraph.passes.ir.collectives import collectives, is_collective, is_gather
+from dsgraph.passes.ir.gathers import is_unit
 from dsgraph.passes.ir.graph import (
     KEPT,
     barrier_between,
@@ -120,7 +121,7 @@ class ReleaseKeptGather(GraphPass):
 
     The largest parameter of many models, its gradient and that gradient's transfer would be alive at once otherwise.
     Left alone: nodes that would have to move across a barrier (an op that writes to an argument, or an unknown one),
-    and collectives.
+    collectives, and units of a step, whose gradients are to be sent before the next unit runs.
     """
 
     phase: ClassVar[Phase] = Phase.BACKWARD
@@ -140,7 +141,7 @@ class ReleaseKeptGather(GraphPass):
 
 def _hoist(node: Node) -> bool:
     """Move `node` up to directly after its operands; return False if it is there already or must stay."""
-    if node.op != "call_function" or is_collective(node) or is_barrier(node):
+    if node.op != "call_function" or is_collective(node) or is_barrier(node) or is_unit(node):
         return False
     place = max(node.all_input_nodes)
     while place.next.op == "placeholder":
