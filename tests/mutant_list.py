@@ -773,6 +773,16 @@ BLOCKS = (
         killers=("tests/checkpoint/test_checkpoint_files.py",),
     ),
     Mutant(
+        *("units-run-ahead-of-reductions", "passes/zero/keep_last_gather.py", "wrong order"),
+        *("_hoist", " or is_unit(node)", ""),
+        killers=("tests/partitioning/step/test_step_memory.py",),
+    ),
+    Mutant(
+        *("gradients-of-a-unit-in-two-forms", "passes/zero/choose_collective_algorithms.py", "missing check"),
+        *("_forms", "unit is not None and count > 1", "False"),
+        killers=("tests/passes/zero/test_choose_collective_algorithms.py",),
+    ),
+    Mutant(
         *("limits-of-blocks-are-not-planned", "dsgraph/compiler/codegen.py", "missing check"),
         *("Compilation._compile_inductor", " and not self._facts.keeps_limit", ""),
         killers=("tests/distributed/test_block_limits.py::test_a_limit_is_planned_with_inductor",),

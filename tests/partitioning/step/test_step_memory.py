@@ -194,3 +194,12 @@ def test_an_update_ends_what_micro_batches_hold(fused):
     model(X)
     gc.collect()
     assert len(held) >= 3 and not any(reference() is not None for reference in held)
+
+
+def test_gradients_are_sent_before_the_next_unit_where_parameters_are_kept():
+    compiled, steps = partitioned(Stack(), memory_limit=10**9, reduce_bucket_bytes=1)
+    compiled(X).square().sum().backward()
+    (plan,) = steps.plans
+    assert plan.holds and plan.backward is not None
+    after_units = plan.backward.text.split("= yield (")[1:]
+    assert len(after_units) == 4 and all("reduce_scatter" in part for part in after_units), plan.backward.text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import FileCheck
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dsgraph.inductor_ext.units import RUN_BACKWARD
 from dsgraph.passes import CostModel, PassError, PassResult, Pipeline
 from dsgraph.passes.analysis.hardware import DEVICES, Link, LinkTable
 from dsgraph.passes.ir.collectives import collective_kind, collectives
-from dsgraph.passes.ir.graph import fake_value
+from dsgraph.passes.ir.graph import fake_value, placeholders
 from dsgraph.passes.zero.choose_collective_algorithms import ChooseCollectiveAlgorithms
 from dsgraph.passes.zero.insert_zero_collectives import InsertZeroCollectives
 from tests.passes import lockstep
@@ -149,6 +151,22 @@ def test_small_and_large_reductions_may_differ_and_are_counted():
     assert note.startswith("2 of 3 reductions do not use messages: all_to_all_single is predicted to take")
     kinds = [collective_kind(started) for started in collectives(gm)]
     assert kinds == ["all_to_all_single", "exchange_by_messages", "all_to_all_single"]
+
+
+@pytest.mark.parametrize(("count", "kind"), [(1, "all_to_all_single"), (2, "exchange_by_messages")])
+def test_several_gradients_of_a_unit_use_messages(count, kind):
+    gm = trace(lambda *grads: tuple(reduce(grad, (2, 3)) for grad in grads), *(torch.randn(4, 3) for _ in range(count)))
+    run_pass(InsertZeroCollectives(), gm, GLOO)
+    grads = placeholders(gm)
+    with gm.graph.inserting_after(grads[-1]):
+        unit = gm.graph.call_function(RUN_BACKWARD, (0, [], []))
+    for number, grad in enumerate(grads):
+        with gm.graph.inserting_after(unit):
+            grad.replace_all_uses_with(item := gm.graph.call_function(operator.getitem, (unit, number)))
+        item.meta = dict(grad.meta)
+    unit.meta["val"] = tuple(grad.meta["val"] for grad in grads)
+    run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=_favouring("all_to_all_single"))
+    assert [collective_kind(started) for started in collectives(gm)] == [kind] * count
 
 
 def test_more_than_two_ranks_never_take_the_reduction_that_adds_in_another_order():
