@@ -124,7 +124,11 @@ def _request(
     mesh = state.parameter_mesh
     known = known_costs(agreement, mesh.device_type)
     costs = known.model(mesh, state.axes)
-    joint = joint_graph(record, lambda work: costs.kernel_seconds(work.operations, work.moved, dtype=work.dtype))
+
+    def seconds(work: Work) -> float:  # kernels of a unit multiply, or move memory, one after the other
+        return costs.kernel_seconds(work.operations, 0, dtype=work.dtype) + costs.kernel_seconds(0, work.moved)
+
+    joint = joint_graph(record, seconds)
     names = enumerate(entry.name for entry in joint.entries)
     facts = CaptureFacts(
         axes=state.axes,

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import dsgraph  # noqa: F401  # defines the ops
+from dsgraph.inductor_ext.kernels import seeded_random  # noqa: F401  # defines its op where a pipeline is split
 from dsgraph.sparse import Fixed
 from tests.inductor_ext.kernels import test_layouts
 
