@@ -16,7 +16,7 @@ class CopyLifetime(Enum):
     ALWAYS = "always"
     """As long as the model. It is gathered again after each optimizer step."""
     USE = "use"
-    """Around each use. If memory is spare, `accumulate` lets some copies live for a step of micro-batches."""
+    """Around each use. If memory is spare, the graph of the step holds those of blocks for all micro-batches."""
 
 
 @dataclass(frozen=True)

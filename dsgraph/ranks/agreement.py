@@ -152,10 +152,10 @@ class Agreement:
 
         Args:
             lines: Description of the compile, equal on all ranks.
-            own: Returns the bytes of this rank; None if unknown.
+            own: Returns the bytes of this rank; None if unknown, -1 to refuse, which is not remembered.
 
         Returns:
-            Bytes; None if a rank does not know.
+            Bytes; None if a rank does not know, -1 if one refuses.
 
         Raises:
             RanksDisagreeError: A rank did not arrive in time.
@@ -166,7 +166,8 @@ class Agreement:
             known = [json.loads(each) for each in said]
             return None if None in known else min(known)
 
-        return self.remember(f"spare {_digest(lines)}", ask)
+        found = self.remember(key := f"spare {_digest(lines)}", ask)
+        return self._known.pop(key) if found == -1 else found  # all refuse together, and a smaller batch may fit
 
     def least_memory(self, own: Callable[[], int]) -> int:
         """Return the least memory that any rank has for a step, as it was when they first compiled.

@@ -97,6 +97,17 @@ def test_after_a_limit_that_is_too_small_a_larger_one_is_kept():
     assert "2 repeated blocks are graphs of their own" in report.status
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_after_a_batch_that_is_too_large_a_smaller_one_runs_under_the_same_limit():
+    model = dsgraph.partition(_Model(), stage=3, keep_whole_below=0)
+    with pytest.raises(MemoryLimitError) as refused:
+        _step(1000, model, torch.randn(8, WIDTH))
+    limit = refused.value.least
+    with pytest.raises(MemoryLimitError, match=r"a step takes .* at least"):
+        _step(limit, model, torch.randn(4096, WIDTH))
+    assert "2 repeated blocks are graphs of their own" in _step(limit, model, torch.randn(8, WIDTH)).status
+
+
 class _Pooled(_Model):
     """A model whose blocks get inputs of one size, whatever the size of the batch is."""
 
