@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     AOTInput,
     AOTOutput,
@@ -23,7 +24,6 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
@@ -35,6 +35,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _make_graph_module, _u
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# What others import from here and torch defines.
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -44,32 +45,8 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
-    "autograd_count",
-    "captured_gradients",
-    "captured_input",
-    "compiled_when_run",
-    "describe_saved",
     "detect_fake_mode",
-    "fake_mode_of",
-    "gradient_output",
-    "invoke_subgraph",
-    "is_compiled_when_run",
-    "is_to_local",
-    "kind_of_saved_value",
-    "known_sizes",
-    "make_graph_module",
-    "merge_equal_nodes",
     "min_cut_rematerialization_partition",
-    "new_fake",
-    "plain_input",
-    "plain_output",
-    "put_opaque_values_last",
-    "running_autograd_node",
-    "schema_of",
-    "set_grad_enabled",
-    "storage_id",
-    "symbolic_expression",
-    "written_inputs",
 ]
 
 # Calls another graph of the module, a region: see `inline_regions`.
@@ -81,9 +58,9 @@ def compiled_when_run() -> contextlib.AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
-def merge_equal_nodes(graph: Graph) -> Graph:
-    """Return a copy of a joint graph with equal nodes merged, as torch's partitioner does by default."""
-    return fx_graph_cse(graph)
+def without_merging() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch's partitioner does not merge equal nodes."""
+    return functorch_config.patch(cse=False)
 
 
 def is_compiled_when_run(gm: GraphModule) -> bool:
@@ -229,11 +206,12 @@ def new_fake(mode: Any, like: torch.Tensor, device: torch.device | str) -> FakeT
 
     Args:
         mode: The mode of fake tensors.
-        like: A tensor with its sizes, strides and dtype.
+        like: A tensor with its sizes, strides and dtype; one on the device "meta" becomes its memory.
         device: Its device.
     """
     with no_dispatch():
-        return FakeTensor(mode, torch.empty_like(like, device="meta"), torch.device(device))
+        is_meta = type(like) is torch.Tensor and like.is_meta
+        return FakeTensor(mode, like if is_meta else torch.empty_like(like, device="meta"), torch.device(device))
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:

@@ -23,7 +23,7 @@ PRIVATE_APIS = (
     "torch._dynamo.resume_execution:ContinueExecutionCache.generated_code_metadata",
     "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
     "torch._functorch._aot_autograd.descriptors:PlainAOTInput",
-    "torch._functorch.compile_utils:fx_graph_cse",
+    "torch._functorch.config:cse",
     "torch._functorch.partitioners:min_cut_rematerialization_partition",
     "torch._guards:TracingContext.try_get",
     "torch._inductor.compile_fx:compile_fx_inner",

@@ -12,9 +12,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dsgraph.inductor_ext import c10d_functional
-from dsgraph.passes.compat import OpOverload, detect_fake_mode, schema_of, storage_id
+from dsgraph.passes.compat import OpOverload, detect_fake_mode, storage_id
 
-from .op_traits import argument_nodes, is_unknown, result_aliases, traits
+from .op_traits import argument_nodes, is_unknown, parameters_of, result_aliases, traits
 from .save_plan import Choice, must
 
 # Where a node came from; a node that replaces another inherits these.
@@ -82,11 +82,11 @@ def bound_arguments(node: Node) -> dict[str, Any]:
     if not isinstance(target, OpOverload):
         raise TypeError(f"{node} calls {target}, which has no schema to bind its arguments by")
     bound = {}
-    for position, argument in enumerate(schema_of(target).arguments):
-        if position < len(node.args) and not argument.kwarg_only:
-            bound[argument.name] = node.args[position]
+    for position, (name, is_positional, default) in enumerate(parameters_of(target)):
+        if position < len(node.args) and is_positional:
+            bound[name] = node.args[position]
         else:
-            bound[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+            bound[name] = node.kwargs.get(name, default)
     return bound
 
 
@@ -191,6 +191,13 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.is_view
 
 
+def behind_views(node: Node) -> Node:
+    """Return the node whose memory a node shows through views; the node itself if it is no view."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def aliased_arguments(node: Node) -> list[Node | None]:
     """Return the argument whose memory each result of a node shares; None for new memory.
 
@@ -216,17 +223,18 @@ def _declared_aliases(node: Node) -> list[Node | None]:
 
 
 def _same_storage(node: Node, result: Any) -> Node | None:
-    if not _has_storage(result):
+    if not has_storage(result):
         return None
     own = storage_id(result)
     for argument in node.all_input_nodes:
         value = argument.meta.get("val")
-        if _has_storage(value) and storage_id(value) == own:
+        if has_storage(value) and storage_id(value) == own:
             return argument
     return None
 
 
-def _has_storage(value: Any) -> TypeGuard[torch.Tensor]:
+def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value of a node is a tensor whose memory can be told from others'."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 

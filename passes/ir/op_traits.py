@@ -104,6 +104,12 @@ def traits(node: Node) -> OpTraits:
 
 
 @lru_cache(maxsize=2048)
+def parameters_of(target: OpOverload) -> tuple[tuple[str, bool, Any], ...]:
+    """Return, for each argument in an op's schema, its name, whether it may be positional, and its default."""
+    return tuple((each.name, not each.kwarg_only, each.default_value) for each in schema_of(target).arguments)
+
+
+@lru_cache(maxsize=2048)
 def result_aliases(target: OpOverload) -> tuple[tuple[Argument, ...], ...]:
     """Return, for each result in an op's schema, the arguments whose memory it shares."""
     schema = schema_of(target)

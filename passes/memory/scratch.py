@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+import torch
+from torch.fx import Graph, GraphModule, Node, map_arg
 
-from dsgraph.passes.compat import compiled_when_run, is_compiled_when_run, make_graph_module, merge_equal_nodes
+from dsgraph.passes.compat import OpOverload, compiled_when_run, is_compiled_when_run, make_graph_module, storage_id
+from dsgraph.passes.ir.graph import has_storage, mutates_arguments
+
+_VARYING = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+}
 
 
 @contextmanager
@@ -51,6 +59,33 @@ def without_duplicates(gm: GraphModule) -> GraphModule:
     found = make_graph_module(gm, merge_equal_nodes(gm.graph))
     found.graph.eliminate_dead_code()
     return found
+
+
+def merge_equal_nodes(graph: Graph) -> Graph:
+    """Return a copy of a graph with equal calls merged, as torch's partitioners do, which import Inductor for it.
+
+    Not merged: calls with a write to memory between them, whose numbers differ each time or whose sizes depend on data,
+    and those whose memory the graph returns.
+    """
+    merged, copies, known, writes = Graph(), dict[Node, Node](), dict[object, Node](), 0
+    (output,) = graph.find_nodes(op="output")
+    returned = {storage_id(node.meta["val"]) for node in output.all_input_nodes if has_storage(node.meta.get("val"))}
+    for node in graph.nodes:
+        writes += mutates_arguments(node)
+        key: object = node
+        value = node.meta.get("val")
+        if _is_repeatable(node) and not (has_storage(value) and storage_id(value) in returned):
+            key = writes, node.target, repr(map_arg((node.args, node.kwargs), copies.__getitem__))
+        if key not in known:
+            known[key] = merged.node_copy(node, copies.__getitem__)
+        copies[node] = known[key]
+    return merged
+
+
+def _is_repeatable(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return node.op == "call_function"
+    return node.target.overloadpacket is not torch.ops.aten.empty and _VARYING.isdisjoint(node.target.tags)
 
 
 def runnable(gm: GraphModule) -> GraphModule:

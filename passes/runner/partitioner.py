@@ -25,6 +25,7 @@ from dsgraph.passes.compat import (
     is_tangent,
     min_cut_rematerialization_partition,
     put_opaque_values_last,
+    without_merging,
 )
 from dsgraph.passes.core.capture_facts import CaptureFacts
 from dsgraph.passes.core.context import Phase
@@ -37,7 +38,7 @@ from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, re
 from dsgraph.passes.ir.random_calls import evaluate_random_calls
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import TransferPolicy
-from dsgraph.passes.memory.scratch import copy_graph
+from dsgraph.passes.memory.scratch import copy_graph, merge_equal_nodes
 
 from .runner import PassRecord, Runner
 
@@ -119,7 +120,10 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             gm.recompile()
         budget = self._facts.budget()
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT, budget=budget))
-        forward, backward = self._parts(gm, joint_inputs, budget, kwargs)
+        if self._split is min_cut_rematerialization_partition:
+            gm.graph = merge_equal_nodes(gm.graph)
+        with without_merging():
+            forward, backward = self._parts(gm, joint_inputs, budget, kwargs)
         self._finish(forward, backward, kwargs["num_fwd_outputs"], budget, self._runner)
         self._runner.end()
         return forward, backward

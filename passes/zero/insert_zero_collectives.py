@@ -14,12 +14,12 @@ from dsgraph.inductor_ext import Ranks, start_gather_rows, start_reducing
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass, PassResult
 from dsgraph.passes.ir.graph import (
+    behind_views,
     bound_arguments,
     emit,
     fake_value,
     find_calls,
     is_returned,
-    is_view,
     replace_and_erase,
 )
 from dsgraph.passes.ir.recording import Recordings
@@ -77,18 +77,12 @@ def _what_is_gathered(node: Node) -> Hashable:
     shard = node.all_input_nodes[0]
     value = fake_value(shard)
     place = (value.shape, value.stride(), value.storage_offset())
-    return _behind_views(shard), repr((place, node.args[1:], node.kwargs))
-
-
-def _behind_views(node: Node) -> Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    return behind_views(shard), repr((place, node.args[1:], node.kwargs))
 
 
 def _own_if_returned(node: Node, lowered: Node) -> Node:
     """Return `lowered`, or a clone if it is an input and the graph returns the marker `node` or a view of it."""
-    if _behind_views(lowered).op != "placeholder" or not is_returned(node):
+    if behind_views(lowered).op != "placeholder" or not is_returned(node):
         return lowered
     return emit(node, aten.clone.default, lowered)
 

@@ -15,7 +15,7 @@ from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.passes.ir.coalesced import collective_behind
 from dsgraph.passes.ir.collectives import is_gather
 from dsgraph.passes.ir.gathers import is_unit
-from dsgraph.passes.ir.graph import is_view, is_wait
+from dsgraph.passes.ir.graph import behind_views, is_wait
 from dsgraph.utils.errors import PartitionError
 
 Deliver = Callable[[int, Tensor], None]
@@ -123,15 +123,9 @@ def _awaits_gather(node: Node) -> bool:
 
 def _deliver(gradient: Node, to: Node, number: int) -> None:
     """Insert the delivery of a gradient where it is complete."""
-    if _is_of_unit(_behind_views(gradient)):  # of one rank: several parameters may have one gradient
+    if _is_of_unit(behind_views(gradient)):  # of one rank: several parameters may have one gradient
         gradient = _insert_after(gradient, torch.ops.aten.clone.default, (gradient,))
     _insert_after(gradient, deliver, (to, number, gradient))
-
-
-def _behind_views(node: Node) -> Node:
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _insert_after(node: Node, target: Callable[..., Any], args: tuple[Any, ...]) -> Node:
