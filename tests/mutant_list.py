@@ -179,8 +179,13 @@ ZERO = (
     ),
     Mutant(
         *("small-bucket-slices", "passes/zero/bucket_small_reductions.py", "off by one shard"),
-        *("_reduce_together", "start, end", "0, end - start"),
+        *("_reduce_together", "parts, number)", "parts, max(0, number - 1))"),
         killers=(f"{_ZERO}/test_bucket_small_reductions.py",),
+    ),
+    Mutant(
+        *("merge-across-writes", "passes/memory/scratch.py", "stale value"),
+        *("merge_equal_nodes", "writes, node.target", "0, node.target"),
+        killers=("tests/passes/memory/test_scratch.py",),
     ),
     Mutant(
         *("small-bucket-bound", "passes/zero/bucket_small_reductions.py", "missing bound"),

@@ -22,10 +22,10 @@ from dsgraph.partitioning.step.step_program import lower
 from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
 from dsgraph.passes import CaptureFacts, GraphInput, InferenceLowering, InputRole, Partitioner, Runner
 from dsgraph.passes.analysis.sizes import tensor_bytes
-from dsgraph.passes.compat import compiled_when_run
 from dsgraph.passes.core.notes import origin
 from dsgraph.passes.ir.graph import is_wait
 from dsgraph.passes.ir.save_plan import Choice, must
+from dsgraph.passes.memory.scratch import on_scratch
 from dsgraph.passes.memory.split_as_planned import split_as_planned
 from dsgraph.ranks.agreement import Agreement, Agreements
 from dsgraph.utils.json_records import from_json_text, to_json_text
@@ -88,7 +88,7 @@ def plan_step(
     Raises:
         RanksDisagreeError: The ranks would run different collectives.
     """
-    with torch.set_grad_enabled(bool(record.backward)), compiled_when_run():
+    with torch.set_grad_enabled(bool(record.backward)), on_scratch():
         agreement, signature = agreements.over(state.parameter_mesh), record.signature
         alone, record = _without_differences(agreement, state, record)
         request, joint = _request(state, options, record, number=number, agreement=agreement)

@@ -238,15 +238,14 @@ def collective_of(node: Node) -> Collective | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
-    return TABLE.by_op.get(target) or _unlisted(target)
+    return _known(target)
 
 
-@cache
-def _unlisted(target: OpOverload) -> Collective | None:
-    """Return a functional collective of torch that is not in the table; None for any other op."""
-    if target.namespace != c10d_functional.name or target is c10d_functional.wait_tensor.default:
-        return None
-    return Collective(target, Role.OTHER)
+@cache  # an op's hash is Python code: it is computed once here
+def _known(target: OpOverload) -> Collective | None:
+    """Return the properties of an op of the table, or of another functional collective of torch; else None."""
+    is_functional = target.namespace == c10d_functional.name and target is not c10d_functional.wait_tensor.default
+    return TABLE.by_op.get(target) or (Collective(target, Role.OTHER) if is_functional else None)
 
 
 def is_collective(node: Node) -> bool:

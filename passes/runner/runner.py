@@ -191,9 +191,10 @@ def _tidy(item: GraphPass, gm: GraphModule, ctx: PassContext) -> None:
     # A captured graph still holds in-place torch functions, which FX cannot tell from pure ones: there, a pass removes
     # what it made useless itself.
     try:
-        if ctx.phase is not Phase.CAPTURE:
-            gm.graph.eliminate_dead_code()
-        gm.graph.lint()
+        if ctx.phase is Phase.CAPTURE:
+            gm.graph.lint()
+        else:  # it lints first
+            gm.graph.eliminate_dead_code(lambda node: bool(node.users) or node.is_impure())
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise PassError(f"pass {item.name} left a malformed {ctx.graph} graph: {first_line}") from error

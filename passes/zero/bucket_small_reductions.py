@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,9 +25,10 @@ class BucketSmallReductions(GraphPass):
 
     before:  ga = reduce_grad(a, [8], group="", outer_groups=["0"])
              gb = reduce_grad(b, [2, 2], group="", outer_groups=["0"])
-    after:   flat = cat([reshape(a, [-1]), reshape(b, [-1])])
+    after:   flat = cat([a, reshape(b, [-1])])
              sums = reduce_grad(flat, [12], group="", outer_groups=["0"])
-             ga = view(clone(slice(sums, 0, 8)), [8]); gb = view(clone(slice(sums, 8, 12)), [2, 2])
+             parts = split_with_sizes_copy(sums, [8, 4])
+             ga = parts[0]; gb = view(parts[1], [2, 2])
 
     Each gradient gets memory of its own: torch neither saves nor copies a `DTensor` that begins inside another's
     memory. Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above
@@ -52,13 +54,15 @@ class BucketSmallReductions(GraphPass):
             node for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default) if not bound_arguments(node)["group"]
         ]
         candidates = [node for node in whole if _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node)]
+        taken = frozenset(candidates)
         filled = self._fill(candidates)
-        notes = [self._why_alone(node) for node in whole if node not in candidates]
+        notes = [self._why_alone(node) for node in whole if node not in taken]
         notes += [self._why_alone(bucket[0]) for bucket in filled if len(bucket) == 1]
         buckets = [bucket for bucket in filled if len(bucket) > 1]
+        is_read = any(user.op != "output" for bucket in buckets for node in bucket for user in node.users)
         for bucket in buckets:
             _reduce_together(bucket)
-        if buckets:
+        if is_read:  # by views and casts that now precede what they read
             sort_topologically(gm.graph)
         return PassResult(changed=sum(map(len, buckets)), notes=tuple(notes))
 
@@ -73,15 +77,15 @@ class BucketSmallReductions(GraphPass):
 
     def _fill(self, nodes: list[Node]) -> list[list[Node]]:
         open_buckets: dict[object, list[Node]] = defaultdict(list)
-        full = []
+        sizes, full = dict[object, int](), []
         for node in nodes:
-            call = bound_arguments(node)
+            call, own = bound_arguments(node), _bytes(node)
             kind = (fake_value(call["grad"]).dtype, call["dtype"], call["reduce_dtype"], tuple(call["outer_groups"]))
-            bucket = open_buckets[kind]
-            if bucket and sum(map(_bytes, bucket)) + _bytes(node) > self.bucket_bytes:
+            sizes[kind] = sizes.get(kind, 0) + own
+            if open_buckets[kind] and sizes[kind] > self.bucket_bytes:
                 full.append(open_buckets.pop(kind))
-                bucket = open_buckets[kind]
-            bucket.append(node)
+                sizes[kind] = own
+            open_buckets[kind].append(node)
         return full + list(open_buckets.values())
 
 
@@ -107,13 +111,14 @@ def _reduce_together(bucket: list[Node]) -> None:
     last = bucket[-1]
     call = bound_arguments(last)
     common = {name: call[name] for name in ("dtype", "reduce_dtype", "group", "outer_groups")}
-    flat = [emit(last, aten.reshape.default, bound_arguments(node)["grad"], [-1]) for node in bucket]
+    flat = [_flat(bound_arguments(node)["grad"], last) for node in bucket]
     joined = emit(last, aten.cat.default, flat)
     sums = emit(last, torch.ops.dsgraph.reduce_grad.default, joined, list(fake_value(joined).shape), **common)
-    start = 0
-    for node, part in zip(bucket, flat, strict=True):
-        end = start + fake_value(part).shape[0]
-        own = emit(last, aten.slice.Tensor, sums, 0, start, end)
-        own = emit(last, aten.clone.default, own)
-        replace_and_erase(node, emit(last, aten.view.default, own, list(fake_value(node).shape)))
-        start = end
+    parts = emit(last, aten.split_with_sizes_copy.default, sums, [fake_value(part).shape[0] for part in flat])
+    for number, node in enumerate(bucket):
+        own, shape = emit(last, operator.getitem, parts, number), fake_value(node).shape
+        replace_and_erase(node, own if len(shape) == 1 else emit(last, aten.view.default, own, list(shape)))
+
+
+def _flat(grad: Node, before: Node) -> Node:
+    return grad if fake_value(grad).dim() == 1 else emit(before, aten.reshape.default, grad, [-1])
