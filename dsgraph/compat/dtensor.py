@@ -22,8 +22,10 @@ def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     `DTensor.from_local` would move it to the device of the mesh, but offloaded parts are on the host, as with FSDP's
     `CPUOffloadPolicy`.
     """
-    meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    spec = like._spec
+    if local.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsgraph.partitioning.parameter import ParameterState
@@ -66,7 +67,8 @@ class StepPlan:
             deliver: Takes each parameter and its reduced gradient.
             kept: Full parameters that were gathered before, by name.
         """
-        values = (self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs)
+        with torch.no_grad():  # then a shard's rows are no node of autograd
+            values = [self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs]
         steps = program.code(None, lambda number, value: deliver(self.gradients[number], value), *values)
         return Run(program, steps)
 
