@@ -10,7 +10,8 @@ STARTED = ROOT / "docs" / "getting-started"
 FIRST = [ROOT / "README.md", *sorted(STARTED.glob("*.md"))]
 # Its program is that of first-dump.md, as a test below makes sure.
 FIRST.remove(STARTED / "first-run.md")
-OTHERS = [ROOT / "docs" / name for name in ("reference/dumps-and-reports.md", "concepts/verifier.md")]
+_NAMES = ("reference/dumps-and-reports.md", "concepts/index.md", "concepts/verifier.md")
+OTHERS = [ROOT / "docs" / name for name in _NAMES]
 GUIDES = [STARTED / "first-run.md", *sorted((ROOT / "docs" / "guides").glob("*.md")), *OTHERS]
 
 
