@@ -34,16 +34,18 @@ def collectives(args: argparse.Namespace) -> Answer:
     if args.trace is not None:
         write_trace((span for name, _, timeline in timelines for span in _spans(str(name), timeline)), args.trace)
     modules = runs_of(dump.units(names[0].rank))
-    runs = {name: modules.get(name.compile, ()) for name in names}
-    parts = [_describe(f"{name}{runs_text(runs[name])}", graph, timeline) for name, graph, timeline in timelines]
-    if args.graph is None and any(len(modules) > 1 for modules in runs.values()):
-        of_step = {record.compile for record in dump.compiles(dump.ranks[0]) if record.is_step and record.in_step}
-        newest = [timeline for name, _, timeline in timelines if name.compile == max(of_step, default=0)]
-        parts.append(_total([(len(runs[name]), timeline) for name, _, timeline in timelines], newest))
+    of_step = (record.compile for record in dump.compiles(names[0].rank) if record.is_step and record.in_step)
+    step = max(of_step, default=0)
+    runs = {name: 1 if name.compile == step else len(modules.get(name.compile, ())) for name in names}
+    parts = [
+        _describe(f"{name}{runs_text(modules.get(name.compile, ()))}", graph, timeline)
+        for name, graph, timeline in timelines
+    ]
+    if args.graph is None and (step or max(runs.values()) > 1):
+        newest = [timeline for name, _, timeline in timelines if name.compile == step]
+        parts.append(_total([(runs[name], timeline) for name, _, timeline in timelines], newest))
     parts += [f"{args.trace}: compute and communication over time"] if args.trace is not None else []
-    return Answer(
-        "\n\n".join(parts), [_data(name, graph, timeline, len(runs[name])) for name, graph, timeline in timelines]
-    )
+    return Answer("\n\n".join(parts), [_data(name, graph, timeline, runs[name]) for name, graph, timeline in timelines])
 
 
 def _spans(graph: str, timeline: Timeline) -> Iterator[Span]:
@@ -67,9 +69,8 @@ def _axis(node: NodeRecord) -> str:
 
 def _total(timelines: list[tuple[int, Timeline]], of_step: list[Timeline]) -> str:
     """Return the sums over all runs of the graphs in a step; the graph of the step has the time of its units."""
-    all_runs = [*timelines, *((1, timeline) for timeline in of_step)]
-    count = sum(runs * len(timeline.collectives) for runs, timeline in all_runs)
-    sent = sum(runs * _sent(timeline) for runs, timeline in all_runs)
+    count = sum(runs * len(timeline.collectives) for runs, timeline in timelines)
+    sent = sum(runs * _sent(timeline) for runs, timeline in timelines)
     seconds = sum(runs * timeline.seconds for runs, timeline in ([(1, each) for each in of_step] or timelines))
     return (
         f"all graphs of a step: {count} collectives, {bytes_text(sent)} sent per rank; predicted {ms_text(seconds)} ms"

@@ -54,7 +54,9 @@ def test_the_costs_of_a_step_count_each_run(blocks_dump, call):
     assert "compile1/forward-0-before, run 3 times in a step: by blocks.0 ... blocks.2 (3): no coll" in printed
     graphs = call("collectives", blocks_dump, "--json").json
     of_step = [item for item in graphs if "/compile4/" in item["graph"]]
-    assert [item["runs"] for item in graphs[:2]] == [3, 3] and len(of_step) == 2
+    assert [item["runs"] for item in graphs[:2]] == [3, 3] and [item["runs"] for item in of_step] == [1, 1]
+    count = sum(item["runs"] * len(item["collectives"]) for item in graphs)
+    assert f"all graphs of a step: {count} collectives" in printed
     gathered = {name for item in of_step for one in item["collectives"] for name in one["parameters"]}
     assert "blocks.1.attention.qkv.weight" in gathered
     seconds = sum(item["seconds"] for item in of_step)
