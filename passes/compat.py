@@ -35,7 +35,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _make_graph_module, _u
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What others import from here and torch defines.
+# Names of torch that other modules import from here.
 __all__ = [
     "CustomGraphPass",
     "CustomPartitionerFn",
@@ -206,7 +206,7 @@ def new_fake(mode: Any, like: torch.Tensor, device: torch.device | str) -> FakeT
 
     Args:
         mode: The mode of fake tensors.
-        like: A tensor with its sizes, strides and dtype; one on the device "meta" becomes its memory.
+        like: A tensor with its sizes, strides and dtype. A plain tensor on "meta" is used itself, others are copied.
         device: Its device.
     """
     with no_dispatch():

@@ -852,7 +852,7 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("plan-chosen-without-what-followed", f"{_STEP}/step_plan.py", "missing check"),
-        *("StepPlans.choose", "expected if expected in found else", ""),
+        *("StepPlans.choose", " if plan.number == expected", ""),
         killers=(f"{_STEP_TESTS}/test_step_plan.py",),
     ),
     Mutant(

@@ -160,7 +160,7 @@ def _request(
 
 
 @dataclass(frozen=True)
-class _OfRank:
+class _RankDifferences:
     """The differences between ranks that a plan must not depend on.
 
     Attributes:
@@ -178,9 +178,9 @@ def _without_differences(
     """Return the parameters with hooks on any rank, and the record without them, with the work of the first rank."""
     hooked = tuple(entry.name for entry in state.parameters if has_hooks(entry.param))
     works = [call.unit.work for call in record.calls]
-    own = _OfRank(hooked, tuple((work.operations, work.moved, str(work.dtype)) for work in works))
-    said = agreement.exchange("what differs between them", to_json_text(own))
-    ranks = [from_json_text(_OfRank, said[rank]) for rank in sorted(said)]
+    own = _RankDifferences(hooked, tuple((work.operations, work.moved, str(work.dtype)) for work in works))
+    found = agreement.exchange("which parameters have hooks", to_json_text(own))
+    ranks = [from_json_text(_RankDifferences, found[rank]) for rank in sorted(found)]
     watched = {name for rank in ranks for name in rank.hooked}
     alone = frozenset(entry for entry in state.parameters if entry.name in watched)
     return alone, record.without(alone).timed(ranks[0].work)
@@ -196,7 +196,7 @@ def _split(gm: GraphModule, _: Sequence[Any], *, num_fwd_outputs: int, **__: Any
 
 
 def work_of(gm: GraphModule, inputs: Sequence[Any]) -> Work:
-    """Return what a captured graph computes. A graph from torch's cache runs no pass, so it is counted before them."""
+    """Return the work of a captured graph, before passes run: a graph from torch's cache runs none."""
     counter, moved, dtypes = FlopCounterMode(display=False), [0], [torch.float32]
 
     class Counting(Interpreter):

@@ -24,7 +24,7 @@ from .parameter import Freshness, ParameterState
 
 @dataclass(eq=False)
 class GatheredCopies:
-    """The gathered copies of one model on their way.
+    """The gathered copies of one model that are being gathered.
 
     Attributes:
         operations: The model's operations, which ranks compare.
@@ -130,7 +130,7 @@ def new_copy(entry: ParameterState) -> Tensor:
 def gather_now(
     entries: Sequence[ParameterState], operations: ModelOperations, *, outside: bool | None = False
 ) -> dict[ParameterState, Tensor]:
-    """Return full parameters: those that have no gathered copy are gathered together; of one rank they are its shards.
+    """Return full parameters. Those without a gathered copy are gathered together; on one rank they are the shards.
 
     Args:
         entries: The parameters, in the same order on all ranks.
@@ -162,7 +162,7 @@ def named(what: str, entries: Sequence[ParameterState]) -> str:
 
 
 def start_gathers(pairs: Sequence[tuple[ParameterState, Tensor]]) -> None:
-    """Start to fetch parameters into gathered copies, in the order of the model's parameters, usually that of use."""
+    """Start to gather parameters into these copies, in the given order within each process group."""
     gathered_copies = tuple(gathered_copy for _, gathered_copy in pairs)
     # Tensors that autograd saved from a gathered copy stay valid if the copy is only gathered once more.
     with torch.no_grad(), keeping_version(gathered_copies):

@@ -241,7 +241,7 @@ def collective_of(node: Node) -> Collective | None:
     return _known(target)
 
 
-@cache  # an op's hash is Python code: it is computed once here
+@cache  # of the table lookup, too: hashing an op runs Python code
 def _known(target: OpOverload) -> Collective | None:
     """Return the properties of an op of the table, or of another functional collective of torch; else None."""
     is_functional = target.namespace == c10d_functional.name and target is not c10d_functional.wait_tensor.default

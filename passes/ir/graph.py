@@ -135,7 +135,7 @@ def cast(before: Node, value: Node, dtype: torch.dtype) -> Node:
 
 
 def replace_and_erase(node: Node, replacement: Node) -> None:
-    """Redirects all uses of `node` to `replacement` and removes it."""
+    """Redirect all uses of `node` to `replacement`, and remove `node`."""
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
 
@@ -234,7 +234,7 @@ def _same_storage(node: Node, result: Any) -> Node | None:
 
 
 def has_storage(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether a value of a node is a tensor whose memory can be told from others'."""
+    """Return True for a strided tensor, whose storage identifies its memory."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 

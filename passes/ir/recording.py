@@ -124,6 +124,6 @@ class _Recorder(TorchDispatchMode):
         self._recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a question, which fakes ask often
+        if func is torch.ops.prim.device.default:  # a query of the device: nothing to record
             return func(*args)
         return self._recording.write(func, args, kwargs or {})

@@ -174,7 +174,7 @@ class _Search:
 
     @cached_property
     def merged(self) -> GraphModule:
-        """The merged graph that is planned on: equal nodes would be merged later, against the plan."""
+        """The graph without duplicates, on which the plan is made."""
         return without_duplicates(self.gm)
 
     def attempt(self, proposal: Proposal) -> tuple[Pair, StepMemory]:

@@ -62,7 +62,7 @@ def without_duplicates(gm: GraphModule) -> GraphModule:
 
 
 def merge_equal_nodes(graph: Graph) -> Graph:
-    """Return a copy of a graph with equal calls merged, as torch's partitioners do, which import Inductor for it.
+    """Return a copy of a graph with equal calls merged, as torch's partitioner does, but without importing Inductor.
 
     Not merged: calls with a write to memory between them, whose numbers differ each time or whose sizes depend on data,
     and those whose memory the graph returns.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -120,9 +121,10 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             gm.recompile()
         budget = self._facts.budget()
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT, budget=budget))
-        if self._split is min_cut_rematerialization_partition:
+        merges = self._split is min_cut_rematerialization_partition
+        if merges:
             gm.graph = merge_equal_nodes(gm.graph)
-        with without_merging():
+        with without_merging() if merges else nullcontext():
             forward, backward = self._parts(gm, joint_inputs, budget, kwargs)
         self._finish(forward, backward, kwargs["num_fwd_outputs"], budget, self._runner)
         self._runner.end()
@@ -229,8 +231,8 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
 def _merge_waits(gm: GraphModule) -> None:
     """Leave only one wait for each collective.
 
-    If a parameter is gathered twice, once in a checkpoint region and once as a result, torch's partitioner merges the
-    two gathers, but not the waits, because it does not merge results.
+    If a parameter is gathered twice, once in a checkpoint region and once as a result, `merge_equal_nodes` merges the
+    two gathers, but not waits whose memory the graph returns.
     """
     merged = 0
     for result in (result for started in collectives(gm) for result in results_of(started)):

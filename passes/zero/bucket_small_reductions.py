@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -33,7 +34,7 @@ class BucketSmallReductions(GraphPass):
     Each gradient gets memory of its own: torch neither saves nor copies a `DTensor` that begins inside another's
     memory. Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above
     `small_bytes` (their copy would cost more than the collective that it saves), a gradient without a partner, and one
-    that the rest of the graph uses further.
+    with which the graph computes further.
 
     Attributes:
         small_bytes: Gradients of at most this size take part. Bytes.
@@ -50,13 +51,12 @@ class BucketSmallReductions(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({"zero-collectives"})  # it buckets the markers
 
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
-        whole = [
+        replicated = [
             node for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default) if not bound_arguments(node)["group"]
         ]
-        candidates = [node for node in whole if _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node)]
-        taken = frozenset(candidates)
-        filled = self._fill(candidates)
-        notes = [self._why_alone(node) for node in whole if node not in taken]
+        is_small = {node: _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node) for node in replicated}
+        filled = self._fill(node for node in replicated if is_small[node])
+        notes = [self._why_alone(node) for node in replicated if not is_small[node]]
         notes += [self._why_alone(bucket[0]) for bucket in filled if len(bucket) == 1]
         buckets = [bucket for bucket in filled if len(bucket) > 1]
         is_read = any(user.op != "output" for bucket in buckets for node in bucket for user in node.users)
@@ -75,13 +75,14 @@ class BucketSmallReductions(GraphPass):
             reason = "no other small gradient has its groups and dtypes and fits into its bucket"
         return f"{described(node)} is reduced separately: {reason}"
 
-    def _fill(self, nodes: list[Node]) -> list[list[Node]]:
+    def _fill(self, nodes: Iterable[Node]) -> list[list[Node]]:
         open_buckets: dict[object, list[Node]] = defaultdict(list)
-        sizes, full = dict[object, int](), []
+        sizes: dict[object, int] = defaultdict(int)
+        full: list[list[Node]] = []
         for node in nodes:
             call, own = bound_arguments(node), _bytes(node)
             kind = (fake_value(call["grad"]).dtype, call["dtype"], call["reduce_dtype"], tuple(call["outer_groups"]))
-            sizes[kind] = sizes.get(kind, 0) + own
+            sizes[kind] += own
             if open_buckets[kind] and sizes[kind] > self.bucket_bytes:
                 full.append(open_buckets.pop(kind))
                 sizes[kind] = own

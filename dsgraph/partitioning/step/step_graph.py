@@ -31,12 +31,12 @@ class JointStep:
         reduce_grad = reduce_grad(grad, [256, 128])
 
     Attributes:
-        gm: The joint graph. Placeholders are shards, what comes from outside, and the tangent. Outputs are the results
-            of the last unit, then the reduced gradients.
+        gm: The joint graph. Placeholders are shards, held copies, the batch, and the tangent. Outputs are the results
+            of the last unit that has any, a token that orders calls, then the reduced gradients.
         entries: The parameters, in the order of the first placeholders.
         gradients: The parameters whose gradients are the last outputs.
-        copies: The parameters whose full copies are the placeholders after them.
-        results: Number of results of the forward.
+        copies: The parameters whose full copies are the placeholders after the shards.
+        results: Number of the first outputs: results and the token.
     """
 
     gm: GraphModule
@@ -136,7 +136,9 @@ class _Builder:
         return insert(self._end, torch.ops.dsgraph.gather_param.default, what, options, self._full_of(entry))
 
     def _backward(self, tangent: Node) -> list[tuple[ParameterState, Node]]:
-        """Add the backward, and return the reduced gradients. Each unit's depends on the one before.
+        """Add the backward, and return the reduced gradients.
+
+        Each unit's backward takes the gradient that the previous one passes on.
 
         A parameter that several units read is reduced for each of them, as outside a plan: sums are the same bit for
         bit.
@@ -159,7 +161,7 @@ class _Builder:
         return insert(grad.next, torch.ops.dsgraph.reduce_grad.default, (grad, list(rows.shape)), options, value)
 
     def _gradient(self, call: Call, otherwise: Tensor) -> Tensor:
-        """Return the gradient that a unit's backward passes on: that of its first input."""
+        """Return the gradient that a unit's backward passes on: that of its first input, or of its first result."""
         found = [item for item in (*call.inputs, *call.outputs) if item.dtype.is_floating_point]
         like: Any = found[0] if found else otherwise
         return self._fake(like.shape, like.dtype, like.device)

@@ -67,7 +67,7 @@ class StepPlan:
             deliver: Takes each parameter and its reduced gradient.
             kept: Full parameters that were gathered before, by name.
         """
-        with torch.no_grad():  # then a shard's rows are no node of autograd
+        with torch.no_grad():  # otherwise reading a shard's rows makes an autograd node
             values = [self.shards[name].rows if name in self.shards else kept.get(name) for name in program.inputs]
         steps = program.code(None, lambda number, value: deliver(self.gradients[number], value), *values)
         return Run(program, steps)
@@ -97,8 +97,8 @@ class StepPlans:
     kind: Hashable = None
     _made: int = 0
     _seen: set[int] = field(default_factory=set)
-    _next: dict[int, StepPlan] = field(default_factory=dict)
-    _last: StepPlan | None = None
+    _next: dict[int, int] = field(default_factory=dict)  # number of a plan -> number of the plan that followed it
+    _last: int = 0
 
     def __iter__(self) -> Iterator[StepPlan]:
         return iter(self.known)
@@ -117,12 +117,12 @@ class StepPlans:
         """
         known = [plan for plan in self.known if plan.record.kind == self.kind]
         found = [plan for plan in known if plan.record.calls[0].key == key and plan.record.held == set(held)]
-        expected = self._next.get(0 if self._last is None else self._last.number)
-        return expected if expected in found else found[-1] if found else None
+        expected = self._next.get(self._last)
+        return next((plan for plan in found if plan.number == expected), found[-1] if found else None)
 
     def note(self, plan: StepPlan) -> None:
         """Note that a step was that of a plan."""
-        self._next[0 if self._last is None else self._last.number] = self._last = plan
+        self._next[self._last] = self._last = plan.number
         if plan in self.known:
             self.known.remove(plan)
             self.known.append(plan)
@@ -144,7 +144,7 @@ class StepPlans:
 
     def drop(self) -> None:
         """Drop all plans, which were made for other blocks or for another amount of spare memory."""
-        self.known, self._next, self._last, self._seen = [], {}, None, set()
+        self.known, self._next, self._last, self._seen = [], {}, 0, set()
         self.recorded = StepRecord()
 
 
@@ -188,10 +188,9 @@ class Forward:
         is_open = self.follows and self.run is None and not self.is_over and self._alive is not None
         return is_open and self.plan is not None and self.plan.record.calls[0].key != key
 
-    def fail(self, *, recomputes: bool) -> None:
-        """Note that a unit has raised an error, as a recomputation does that has computed enough."""
-        if not recomputes:
-            self.has_failed, self.record = True, None
+    def fail(self) -> None:
+        """Note that a unit has raised an error. A recomputation raises one to stop early, which is no failure."""
+        self.has_failed, self.record = True, None
 
     def note_trained(self, graph: Any) -> None:
         """Note an object that lives as long as a part of autograd's graph."""

@@ -27,10 +27,10 @@ class Program:
     """The forward or the backward of a step, as code that stops at each unit.
 
     Attributes:
-        text: The code. At a unit it yields the call's number, nothing, and the full parameters; a backward is sent a
-            list of the gradients, which it takes out.
-        code: The generator function, called with `Deliver`, then with `inputs`.
-        inputs: Names of the inputs: shards, and what the forward keeps for the backward.
+        text: The code. At a unit it yields `(number of the call, [], full parameters)`. A backward is then sent the
+            list of the unit's gradients, and takes each one out of the list.
+        code: The generator function. Arguments: None (FX's `self`), a `Deliver`, then the inputs.
+        inputs: Names of the inputs: shards, held copies, and values that the forward keeps for the backward.
         kept: Names of the results, which the backward takes.
         calls: Numbers of the units' calls, in their order.
         gradients: Number of a call -> fake gradients that its backward computes.
@@ -154,6 +154,7 @@ class Run:
         program: The program.
         steps: Its generator.
         place: Number of units that have been left.
+        kept: Results of the program by name, after it has ended.
     """
 
     program: Program
@@ -161,7 +162,6 @@ class Run:
     place: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
     _full: list[Tensor] | None = None
-    _has_begun: bool = False
     _has_ended: bool = False
 
     @property
@@ -204,8 +204,7 @@ class Run:
     def _go_on(self, sent: Sequence[Any] | None) -> None:
         try:
             with torch.inference_mode(False), torch.no_grad():  # a later unit may be trained
-                found = self.steps.send(sent if self._has_begun else None)
-            self._has_begun = True
+                found = self.steps.send(sent)
             if found is not None:
                 self._full = found[2]
         except StopIteration as end:

@@ -13,9 +13,10 @@ from dsgraph.partitioning.parameter import ParameterState
 
 Entries = tuple[ParameterState, ...]
 Key = tuple[Any, ...]
-"""The parameters that a unit reads, and whether gradients are enabled: equal calls have equal keys.
+"""Identity of a call: ids of the parameters that the unit reads, whether gradients are enabled, and whether a full copy
+of one of the parameters is held. Equal calls have equal keys.
 
-The graph is no part of it: ranks compile other graphs for batches of other sizes.
+The compiled graph is not part of the key, because ranks compile different graphs for batches of different sizes.
 """
 
 
@@ -131,14 +132,14 @@ class StepRecord:
         call.outputs = tuple(_value(item, number, index) for index, item in enumerate(tensors))
         call.saved_bytes = saved_bytes
 
-    def begins(self, calls: int, backwards: int | None = None) -> StepRecord:
-        """Return a record of the first calls and backwards, which goes on in another way."""
-        backward = self.backward[:backwards] if backwards is not None else []
+    def beginning(self, calls: int, backwards: int = 0) -> StepRecord:
+        """Return a record of the first calls and backwards, to be continued with other calls."""
+        backward = self.backward[:backwards]
         kept = [
             replace(call, trained=call.trained if number in backward else ())
             for number, call in enumerate(self.calls[:calls])
         ]
-        return StepRecord(kept, list(backward), self.held, self.kind)
+        return StepRecord(kept, backward, self.held, self.kind)
 
     def without(self, alone: frozenset[ParameterState]) -> StepRecord:
         """Return a record in which the gradients of some parameters are reduced outside the graph of the step."""
@@ -147,9 +148,11 @@ class StepRecord:
 
     def timed(self, works: Sequence[tuple[int, int, str]]) -> StepRecord:
         """Return a record with other work of its calls: operations, moved bytes, dtype."""
-        found = [Work(operations, moved, getattr(torch, dtype.split(".")[1])) for operations, moved, dtype in works]
-        units = [replace(call.unit, work=work) for call, work in zip(self.calls, found, strict=False)]
-        return replace(self, calls=[replace(call, unit=unit) for call, unit in zip(self.calls, units, strict=False)])
+        calls = [
+            replace(call, unit=replace(call.unit, work=Work(operations, moved, getattr(torch, dtype.split(".")[1]))))
+            for call, (operations, moved, dtype) in zip(self.calls, works, strict=False)
+        ]
+        return replace(self, calls=calls + self.calls[len(calls) :])
 
     @property
     def signature(self) -> tuple[Any, ...]:

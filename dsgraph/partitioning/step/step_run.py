@@ -106,7 +106,8 @@ class StepRun:
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
                 outputs = compiled(*given)
         except BaseException:
-            forward.fail(recomputes=recomputes)
+            if not recomputes:
+                forward.fail()
             raise
         del given, full
         if not recomputes:
@@ -155,7 +156,7 @@ class StepRun:
         return given
 
     def settle(self) -> None:
-        """Run out what is left of a plan: something else follows than the plan expects, on this rank at least."""
+        """Run the rest of a plan, because this rank continues with something else."""
         if running_backward() != _NONE:
             return
         self._finish_backward()
@@ -216,7 +217,7 @@ class StepRun:
             self._leave_forward(now, f"call {now.number} was not {unit.name}")
         if now.goes_on(key) and now.plan is not None:
             now.follows, now.kept, now.realised = False, {}, None
-            now.record = now.plan.record.begins(now.number)
+            now.record = now.plan.record.beginning(now.number)
         if now.is_over or now.record is None or _begins_again(now.record, key):
             now = self._begin(key)
             if now.run is not None:
@@ -259,7 +260,7 @@ class StepRun:
         assert run is not None and plan is not None
         self.left = [*self.left[-7:], why]
         forward.run, forward.follows, forward.kept, forward.realised = None, False, {}, None
-        forward.record = None if forward.has_failed else plan.record.begins(forward.number)
+        forward.record = None if forward.has_failed else plan.record.beginning(forward.number)
         run.run_out({})
 
     def _differentiable(
@@ -319,10 +320,11 @@ class StepRun:
             assert plan is not None
             is_next = run.next_call == number
             planned = plan.record.calls[number].trained if is_next else ()
-            given = {planned.index(entry): grads[index] for index, entry in own.items() if entry in planned}
-            rest = [index for index in rest if index not in own or own[index] not in planned]
+            ours = {index: entry for index, entry in own.items() if entry in planned}
+            given = {planned.index(entry): grads[index] for index, entry in ours.items()}
+            rest = [index for index in rest if index not in ours]
             grads[:] = [grads[index] for index in rest]
-            self._given.update(entry for entry in own.values() if entry in planned)
+            self._given.update(ours.values())
             if is_next and len(given) == len(planned) and plan.alone.issuperset({*own.values()} - {*planned}):
                 run.leave([given.pop(index) for index in range(len(planned))])
             else:
@@ -382,7 +384,7 @@ class StepRun:
         self._backward = None
         self.left = [*self.left[-7:], why]
         record = forward.plan.record
-        forward.record, forward.realised = record.begins(len(record.calls), run.place), None
+        forward.record, forward.realised = record.beginning(len(record.calls), run.place), None
         run.run_out(given or {})
 
     def _deliver(self, entry: ParameterState, value: Tensor) -> None:

@@ -51,7 +51,7 @@ def test_records_of_equal_steps_have_one_signature():
 
 def test_a_step_that_goes_on_in_another_way_has_the_first_calls():
     record = _record(A, B, C)
-    other = record.begins(2)
+    other = record.beginning(2)
     other.calls[0].trained = (C,)
     assert [call.entries for call in other.calls] == [(A,), (B,)] and not other.backward
     assert not other.calls[1].trained and record.calls[0].trained == (A,) and record.calls[1].trained == (B,)
@@ -59,7 +59,7 @@ def test_a_step_that_goes_on_in_another_way_has_the_first_calls():
 
 def test_a_backward_that_goes_on_in_another_way_has_trained_what_ran():
     record = _record(A, B, C)
-    other = record.begins(3, 1)
+    other = record.beginning(3, 1)
     other.backward.append(0)
     assert [call.trained for call in other.calls] == [(), (), (C,)]
     assert other.backward == [2, 0] and record.backward == [2, 1, 0]
