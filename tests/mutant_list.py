@@ -183,6 +183,11 @@ ZERO = (
         killers=(f"{_ZERO}/test_bucket_small_reductions.py",),
     ),
     Mutant(
+        *("unit-with-another-value", "passes/verify/verifier.py", "missing check"),
+        *("check_interface", "if ran != runs", "if False"),
+        killers=("tests/partitioning/step/test_wrong_orders.py",),
+    ),
+    Mutant(
         *("merge-across-writes", "passes/memory/scratch.py", "stale value"),
         *("merge_equal_nodes", "writes, node.target", "0, node.target"),
         killers=("tests/passes/memory/test_scratch.py",),

@@ -126,7 +126,9 @@ def _request(
     costs = known.model(mesh, state.axes)
 
     def seconds(work: Work) -> float:  # kernels of a unit multiply, or move memory, one after the other
-        return costs.kernel_seconds(work.operations, 0, dtype=work.dtype) + costs.kernel_seconds(0, work.moved)
+        return costs.kernel_seconds(work.operations, 0, dtype=getattr(torch, work.dtype)) + costs.kernel_seconds(
+            0, work.moved
+        )
 
     joint = joint_graph(record, seconds)
     names = enumerate(entry.name for entry in joint.entries)
@@ -165,11 +167,11 @@ class _RankDifferences:
 
     Attributes:
         hooked: Names of the parameters that have hooks.
-        work: For each call, operations, moved bytes and dtype, which depend on the rank's batch.
+        work: The work of each call, which depends on the rank's batch.
     """
 
     hooked: tuple[str, ...]
-    work: tuple[tuple[int, int, str], ...]
+    work: tuple[Work, ...]
 
 
 def _without_differences(
@@ -177,8 +179,7 @@ def _without_differences(
 ) -> tuple[frozenset[ParameterState], StepRecord]:
     """Return the parameters with hooks on any rank, and the record without them, with the work of the first rank."""
     hooked = tuple(entry.name for entry in state.parameters if has_hooks(entry.param))
-    works = [call.unit.work for call in record.calls]
-    own = _RankDifferences(hooked, tuple((work.operations, work.moved, str(work.dtype)) for work in works))
+    own = _RankDifferences(hooked, tuple(call.unit.work for call in record.calls))
     found = agreement.exchange("which parameters have hooks", to_json_text(own))
     ranks = [from_json_text(_RankDifferences, found[rank]) for rank in sorted(found)]
     watched = {name for rank in ranks for name in rank.hooked}
@@ -212,4 +213,4 @@ def work_of(gm: GraphModule, inputs: Sequence[Any]) -> Work:
             Counting(gm).run(*fakes)
     except Exception:  # sizes that depend on data
         return Work()
-    return Work(counter.get_total_flops(), moved[0], dtypes[0])
+    return Work(counter.get_total_flops(), moved[0], str(dtypes[0]).removeprefix("torch."))

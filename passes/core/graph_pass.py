@@ -156,6 +156,8 @@ def graph_pass(
     if graph not in ("unit", "step"):
         raise PassError(f'graph_pass: graph is {graph!r}; it takes "unit" or "step"')
     when = Phase(phase)
+    if graph == "step" and when is Phase.CAPTURE:
+        raise PassError('graph_pass: phase="capture" with graph="step" never runs: take phase="joint"')
 
     def decorate(function: Callable[[Any, PassContext], PassResult | int | None]) -> GraphPass:
         return FunctionPass(

@@ -13,11 +13,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from dsgraph.passes.compat import OpOverload, compiled_when_run, is_compiled_when_run, make_graph_module, storage_id
 from dsgraph.passes.ir.graph import has_storage, mutates_arguments
 
-_VARYING = {
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-}
+_VARYING = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx.node import map_aggregate
 from dsgraph.passes.core.context import PassContext, Phase
 from dsgraph.passes.core.graph_pass import GraphPass
 from dsgraph.passes.errors import PassError
+from dsgraph.passes.ir.gathers import is_unit
 from dsgraph.passes.ir.graph import find_calls, placeholders
 
 from . import collectives as invariants_collectives
@@ -43,6 +45,7 @@ class GraphFacts:
         reductions: For each output that is a gradient, the groups over which it is summed.
         gathered_copies: The gathered copies that it waits for.
         transfers: Rules on transfers that this graph breaks.
+        units: The runs of units in the graph of a step, in order, each with the values that it gets from others.
     """
 
     inputs: tuple[tuple[str, object], ...]
@@ -55,6 +58,7 @@ class GraphFacts:
     reductions: tuple[Histories, ...] = ()
     gathered_copies: CopyFacts = field(default_factory=CopyFacts)
     transfers: tuple[Violation, ...] = ()
+    units: tuple[str, ...] = ()
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -95,6 +99,7 @@ def _observe(gm: GraphModule, ctx: PassContext) -> GraphFacts:
         reductions=invariants_reductions.observe(gm, outputs, ctx),
         gathered_copies=invariants_copies.observe(gm, ctx),
         transfers=tuple(invariants_transfers.wrong_transfers(gm, memory)),
+        units=tuple(f"{n.name}({', '.join(map(str, n.args[1]))})" for n in gm.graph.nodes if is_unit(n)),
     )
 
 
@@ -200,6 +205,12 @@ def check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
             raise PassError(
                 f"{who} changed input {name!r} from {describe_value(old)} to {describe_value(new)}; a pass must leave "
                 "placeholders as they are"
+            )
+    for ran, runs in zip_longest(before.units, after.units, fillvalue="nothing"):
+        if ran != runs:
+            raise PassError(
+                f"{who} changed the unit {ran} to {runs}; units and the values between them are the model's: change "
+                "parameters, gradients or collectives"
             )
     if len(before.outputs) != len(after.outputs):
         raise PassError(

@@ -69,12 +69,8 @@ class SavedParameters:
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd saves for a tensor."""
         entry = self.shared.get(tensor.untyped_storage().data_ptr())
-        if (
-            entry is None
-            or tensor.dtype != entry.spec.dtypes(entry.param.dtype)[0]
-            or tensor.is_neg()
-            or tensor.is_conj()
-        ):
+        is_lazy = tensor.is_neg() or tensor.is_conj()
+        if entry is None or is_lazy or tensor.dtype != entry.spec.dtypes(entry.param.dtype)[0]:
             self.bytes += tensor.nbytes
             return tensor if self._outer is None else self._outer[0](tensor)
         size, stride = tuple(tensor.shape), tensor.stride()

@@ -124,7 +124,7 @@ class _Builder:
         fakes = [self._fake(item.shape, item.dtype, item.device) for item in call.outputs]
         fakes += [self._fake((size,), torch.uint8, device) for size in (call.saved_bytes, 1)]
         node = self._call(RUN_FORWARD, (number, values, full), tuple(fakes), f"run_{number}")
-        node.meta["seconds"], node.meta["unit"] = self._seconds(call.unit.work), call.unit.name
+        node.meta["seconds"], node.meta["unit"] = self._seconds(call.unit.work), call.name
         self._full.append(full)
         self._results.append([self._item(node, index) for index in range(len(call.outputs))])
         self._saved.append(self._item(node, len(call.outputs)))
@@ -150,7 +150,7 @@ class _Builder:
             reads = self._full[number] if call.outputs else []  # autograd keeps what uncompiled code has read
             args = (number, [self._saved[number], before], reads)
             node = self._call(RUN_BACKWARD, args, tuple(fakes), f"run_{number}_backward")
-            node.meta["seconds"], node.meta["unit"] = 2 * self._seconds(call.unit.work), call.unit.name
+            node.meta["seconds"], node.meta["unit"] = 2 * self._seconds(call.unit.work), call.name
             before = self._item(node, 0)
             grads += [(entry, self._item(node, index)) for index, entry in enumerate(call.trained, 1)]
         return [(entry, self._reduced(entry, grad)) for entry, grad in grads]

@@ -27,12 +27,12 @@ class Work:
     Attributes:
         operations: Floating-point operations.
         moved: Bytes read and written.
-        dtype: The dtype in which it computes.
+        dtype: Name of the dtype in which it computes, as in `torch.float32`.
     """
 
     operations: int = 0
     moved: int = 0
-    dtype: torch.dtype = torch.float32
+    dtype: str = "float32"
 
 
 @dataclass(eq=False, frozen=True)
@@ -95,6 +95,13 @@ class Call:
     saved_bytes: int = 0
     trained: Entries = ()
 
+    @property
+    def name(self) -> str:
+        """Name of the block that runs, by its first parameter; outside blocks that of the unit."""
+        parts, place = self.unit.block.split("."), self.entries[0].name.split(".")
+        is_inside = all(own == part or own.isdigit() for own, part in zip(place, parts, strict=False))
+        return ".".join(place[: len(parts)]) if self.unit.block and is_inside else self.unit.name
+
 
 @dataclass(eq=False)
 class StepRecord:
@@ -146,12 +153,10 @@ class StepRecord:
         calls = [replace(call, trained=tuple(e for e in call.trained if e not in alone)) for call in self.calls]
         return replace(self, calls=calls)
 
-    def timed(self, works: Sequence[tuple[int, int, str]]) -> StepRecord:
-        """Return a record with other work of its calls: operations, moved bytes, dtype."""
-        calls = [
-            replace(call, unit=replace(call.unit, work=Work(operations, moved, getattr(torch, dtype.split(".")[1]))))
-            for call, (operations, moved, dtype) in zip(self.calls, works, strict=False)
-        ]
+    def timed(self, works: Sequence[Work]) -> StepRecord:
+        """Return a record with other work of its first calls."""
+        pairs = zip(self.calls, works, strict=False)
+        calls = [replace(call, unit=replace(call.unit, work=work)) for call, work in pairs]
         return replace(self, calls=calls + self.calls[len(calls) :])
 
     @property

@@ -90,6 +90,17 @@ def _reduce_twice(graph: Graph, draw: random.Random) -> bool:
     return True
 
 
+def _give_another_value(graph: Graph, draw: random.Random) -> bool:
+    """Give a unit a value that is not the one of the model."""
+    unit = draw.choice([node for node in graph.nodes if is_unit(node)])
+    (first, *others) = unit.args[1]
+    with graph.inserting_before(unit):
+        other = graph.call_function(torch.ops.aten.neg.default, (first,))
+    other.meta.update(first.meta)
+    unit.args = (unit.args[0], [other, *others], unit.args[2])
+    return True
+
+
 WRONG: dict[str, tuple[Phase, Callable[[Graph, random.Random], bool]]] = {
     "wait dropped in the forward": (Phase.FORWARD, _drop_wait),
     "wait dropped in the backward": (Phase.BACKWARD, _drop_wait),
@@ -97,6 +108,8 @@ WRONG: dict[str, tuple[Phase, Callable[[Graph, random.Random], bool]]] = {
     "gather after its use in the backward": (Phase.BACKWARD, _gather_late),
     "freed too early": (Phase.FORWARD, _free_early),
     "reduced twice": (Phase.BACKWARD, _reduce_twice),
+    "another value": (Phase.FORWARD, _give_another_value),
+    "another value in the backward": (Phase.BACKWARD, _give_another_value),
 }
 
 

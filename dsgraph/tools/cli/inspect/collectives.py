@@ -36,11 +36,9 @@ def collectives(args: argparse.Namespace) -> Answer:
     modules = runs_of(dump.units(names[0].rank))
     of_step = (record.compile for record in dump.compiles(names[0].rank) if record.is_step and record.in_step)
     step = max(of_step, default=0)
-    runs = {name: 1 if name.compile == step else len(modules.get(name.compile, ())) for name in names}
-    parts = [
-        _describe(f"{name}{runs_text(modules.get(name.compile, ()))}", graph, timeline)
-        for name, graph, timeline in timelines
-    ]
+    users = {name: modules.get(name.compile, ()) for name in names}
+    runs = {name: 1 if name.compile == step else len(users[name]) for name in names}
+    parts = [_describe(f"{name}{runs_text(users[name])}", graph, timeline) for name, graph, timeline in timelines]
     if args.graph is None and (step or max(runs.values()) > 1):
         newest = [timeline for name, _, timeline in timelines if name.compile == step]
         parts.append(_total([(runs[name], timeline) for name, _, timeline in timelines], newest))

@@ -87,6 +87,8 @@ def report(results: list[dict[str, Any]], code: int) -> Answer:
         lines.append(f"no pass changes the results of {len(compared)} graph{'s' if len(compared) > 1 else ''}")
     else:
         lines.append("no graph was called, so nothing was compared")
+    if any(result.get("blocks") for result in results):
+        lines.append('passes of the graph of the step were not compared: partition(blocks="none") makes it one graph')
     if code != 0:
         lines.append(f"the script failed ({describe_exit(code)})")
     found = wrong or code != 0 or not compared
