@@ -184,7 +184,7 @@ ZERO = (
     ),
     Mutant(
         *("unit-with-another-value", "passes/verify/verifier.py", "missing check"),
-        *("check_interface", "if ran != runs", "if False"),
+        *("check_interface", "if run not in before.units", "if False"),
         killers=("tests/partitioning/step/test_wrong_orders.py",),
     ),
     Mutant(

@@ -22,9 +22,8 @@ def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     `DTensor.from_local` would move it to the device of the mesh, but offloaded parts are on the host, as with FSDP's
     `CPUOffloadPolicy`.
     """
-    spec = like._spec
-    if local.dtype != like.dtype:
-        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    meta, spec = TensorMeta(like.shape, like.stride(), local.dtype), like._spec
+    if spec.tensor_meta != meta:  # also after `model.to(dtype)`, which leaves the spec as it was
         spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 

@@ -34,9 +34,7 @@ _EXCHANGED = "exchanged over "
 
 _WORKER_ERROR = 2  # where it stands among the results of `reduce_compressed`
 
-_SPLITS = frozenset(
-    {aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.split.Tensor, aten.split.sizes}
-)
+_SPLITS = frozenset({aten.split_with_sizes.default, aten.split.Tensor, aten.split.sizes})
 
 # Over slices: ops before `LowerForwardSlices` and `LowerBackwardSlices` that sum nothing.
 _own = torch.ops.dsgraph

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -206,12 +205,11 @@ def check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
                 f"{who} changed input {name!r} from {describe_value(old)} to {describe_value(new)}; a pass must leave "
                 "placeholders as they are"
             )
-    for ran, runs in zip_longest(before.units, after.units, fillvalue="nothing"):
-        if ran != runs:
-            raise PassError(
-                f"{who} changed the unit {ran} to {runs}; units and the values between them are the model's: change "
-                "parameters, gradients or collectives"
-            )
+    for run in (run for run in after.units if run not in before.units):  # dead ones may go
+        raise PassError(
+            f"{who} made the run {run} of a unit; units and the values between them are the model's: change "
+            "parameters, gradients or collectives"
+        )
     if len(before.outputs) != len(after.outputs):
         raise PassError(
             f"{who} changed the number of outputs from {len(before.outputs)} to {len(after.outputs)}; "

@@ -28,8 +28,8 @@ class BucketSmallReductions(GraphPass):
              gb = reduce_grad(b, [2, 2], group="", outer_groups=["0"])
     after:   flat = cat([a, reshape(b, [-1])])
              sums = reduce_grad(flat, [12], group="", outer_groups=["0"])
-             parts = split_with_sizes_copy(sums, [8, 4])
-             ga = parts[0]; gb = view(parts[1], [2, 2])
+             parts = split_with_sizes(sums, [8, 4])
+             ga = clone(parts[0]); gb = view(clone(parts[1]), [2, 2])
 
     Each gradient gets memory of its own: torch neither saves nor copies a `DTensor` that begins inside another's
     memory. Gradients of one bucket agree in groups and dtypes. Left alone: sharded parameters, gradients above
@@ -115,9 +115,10 @@ def _reduce_together(bucket: list[Node]) -> None:
     flat = [_flat(bound_arguments(node)["grad"], last) for node in bucket]
     joined = emit(last, aten.cat.default, flat)
     sums = emit(last, torch.ops.dsgraph.reduce_grad.default, joined, list(fake_value(joined).shape), **common)
-    parts = emit(last, aten.split_with_sizes_copy.default, sums, [fake_value(part).shape[0] for part in flat])
+    parts = emit(last, aten.split_with_sizes.default, sums, [fake_value(part).shape[0] for part in flat])
     for number, node in enumerate(bucket):
         own, shape = emit(last, operator.getitem, parts, number), fake_value(node).shape
+        own = emit(last, aten.clone.default, own)
         replace_and_erase(node, own if len(shape) == 1 else emit(last, aten.view.default, own, list(shape)))
 
 

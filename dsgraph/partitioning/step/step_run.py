@@ -206,7 +206,8 @@ class StepRun:
         self._beside = {}
         if any(version != entry.version for entry, (_, version) in self._held.items()):
             self._held = {}
-        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), any(entry in self._held for entry in entries))
+        is_held, dtypes = any(entry in self._held for entry in entries), {entry.param.dtype for entry in entries}
+        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), is_held, frozenset(dtypes))
         if self._task != _NONE:  # the backward raised an error
             self.settle()
         now = self._forward
