@@ -23,7 +23,7 @@ def distributed_like(like: DTensor, local: torch.Tensor) -> DTensor:
     `CPUOffloadPolicy`.
     """
     meta, spec = TensorMeta(like.shape, like.stride(), local.dtype), like._spec
-    if spec.tensor_meta != meta:  # also after `model.to(dtype)`, which leaves the spec as it was
+    if spec.tensor_meta != meta:
         spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 

@@ -126,9 +126,8 @@ def _request(
     costs = known.model(mesh, state.axes)
 
     def seconds(work: Work) -> float:  # kernels of a unit multiply, or move memory, one after the other
-        return costs.kernel_seconds(work.operations, 0, dtype=getattr(torch, work.dtype)) + costs.kernel_seconds(
-            0, work.moved
-        )
+        dtype = getattr(torch, work.dtype)
+        return costs.kernel_seconds(work.operations, 0, dtype=dtype) + costs.kernel_seconds(0, work.moved)
 
     joint = joint_graph(record, seconds)
     names = enumerate(entry.name for entry in joint.entries)

@@ -135,8 +135,12 @@ def _allowed(self: nn.Module, change: Callable[..., Any]) -> Callable[..., Any]:
 
 def _apply(module: nn.Module, original: type[nn.Module], change: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """Convert a module as `nn.Module._apply` does."""
+    entries = held_by(module).parameters.values()
+    before = [(entry.param.dtype, entry.param.device) for entry in entries]
     found = apply_to_tensors(original, module, _allowed(module, change), *args, **named)
-    for entry in held_by(module).parameters.values():
+    if before != [(entry.param.dtype, entry.param.device) for entry in entries]:
+        held_by(module).partition.step.drop()  # plans have the dtypes and devices of before
+    for entry in entries:
         if entry.stand_ins:
             entry.renew_stand_ins()
     return found

@@ -157,7 +157,7 @@ def graph_pass(
         raise PassError(f'graph_pass: graph is {graph!r}; it takes "unit" or "step"')
     when = Phase(phase)
     if graph == "step" and when is Phase.CAPTURE:
-        raise PassError('graph_pass: phase="capture" with graph="step" never runs: take phase="joint"')
+        raise PassError('graph_pass: the graph of a step has no phase "capture": take graph="unit"')
 
     def decorate(function: Callable[[Any, PassContext], PassResult | int | None]) -> GraphPass:
         return FunctionPass(

@@ -12,13 +12,13 @@ from torch.fx import GraphModule
 from dsgraph.passes.analysis.cost import CostModel
 from dsgraph.passes.analysis.memory import simulate
 from dsgraph.passes.analysis.step_memory import StepMemory
-from dsgraph.passes.compat import is_tangent, min_cut_rematerialization_partition
+from dsgraph.passes.compat import is_tangent
 from dsgraph.passes.errors import PassError
 from dsgraph.passes.ir.graph import placeholders
 from dsgraph.passes.ir.save_plan import Choice, SavePlan
 
 from .policies import TransferPolicy
-from .scratch import copy_graph, on_scratch, runnable, without_duplicates
+from .scratch import copy_graph, on_scratch, runnable, split_by_min_cut, without_duplicates
 from .split_as_planned import split_as_planned
 from .step_plan import Planner, StepPlan
 
@@ -174,7 +174,7 @@ class _Search:
 
     @cached_property
     def merged(self) -> GraphModule:
-        """The graph without duplicates, on which the plan is made."""
+        """The graph without duplicates, on which the plan is made: the split merges them."""
         return without_duplicates(self.gm)
 
     def attempt(self, proposal: Proposal) -> tuple[Pair, StepMemory]:
@@ -200,7 +200,7 @@ class _Search:
 
     @property
     def _uses_torch(self) -> bool:
-        return self.split is min_cut_rematerialization_partition
+        return self.split is split_by_min_cut
 
     @cached_property
     def planner(self) -> Planner:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from dsgraph.passes.compat import OpOverload, compiled_when_run, is_compiled_when_run, make_graph_module, storage_id
+from dsgraph.passes.compat import (
+    OpOverload,
+    compiled_when_run,
+    is_compiled_when_run,
+    make_graph_module,
+    min_cut_rematerialization_partition,
+    storage_id,
+    without_merging,
+)
 from dsgraph.passes.ir.graph import has_storage, mutates_arguments
 
 _VARYING = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -76,6 +84,13 @@ def merge_equal_nodes(graph: Graph) -> Graph:
             known[key] = merged.node_copy(node, copies.__getitem__)
         copies[node] = known[key]
     return merged
+
+
+def split_by_min_cut(gm: GraphModule, inputs: Sequence[object], **how: Any) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph, which is consumed, by torch's min-cut partitioner, with equal nodes merged by us."""
+    gm.graph = merge_equal_nodes(gm.graph)
+    with without_merging():
+        return min_cut_rematerialization_partition(gm, inputs, **how)
 
 
 def _is_repeatable(node: Node) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
@@ -24,9 +23,7 @@ from dsgraph.passes.compat import (
     CustomPartitionerFn,
     captured_input,
     is_tangent,
-    min_cut_rematerialization_partition,
     put_opaque_values_last,
-    without_merging,
 )
 from dsgraph.passes.core.capture_facts import CaptureFacts
 from dsgraph.passes.core.context import Phase
@@ -39,7 +36,7 @@ from dsgraph.passes.ir.graph import emit, is_returned, is_wait, placeholders, re
 from dsgraph.passes.ir.random_calls import evaluate_random_calls
 from dsgraph.passes.memory.fit import PLANNED, Agree, alone, describe, fit
 from dsgraph.passes.memory.policies import TransferPolicy
-from dsgraph.passes.memory.scratch import copy_graph, merge_equal_nodes
+from dsgraph.passes.memory.scratch import copy_graph, split_by_min_cut
 
 from .runner import PassRecord, Runner
 
@@ -93,7 +90,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         runner: Runner,
         facts: CaptureFacts,
         *,
-        split: Split = min_cut_rematerialization_partition,
+        split: Split = split_by_min_cut,
         agree: Agree = alone,
     ) -> None:
         super().__init__(runner, facts)
@@ -106,7 +103,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
         stage = self._facts.stage
         if self._facts.keeps_limit and (self._agree is not alone or (stage is not None and stage.is_block)):
             return None  # what other ranks need is in no key, and a cache does not know what a block leaves
-        if known is None or self._split is min_cut_rematerialization_partition:
+        if known is None or self._split is split_by_min_cut:
             return known
         # The contents of a closure or an object cannot be hashed reliably.
         holds = getattr(self._split, "__closure__", self._split)
@@ -121,11 +118,7 @@ class Partitioner(_HeldByReference, CustomPartitionerFn):
             gm.recompile()
         budget = self._facts.budget()
         self._runner.run(gm, self._facts.context(gm, Phase.JOINT, budget=budget))
-        merges = self._split is min_cut_rematerialization_partition
-        if merges:
-            gm.graph = merge_equal_nodes(gm.graph)
-        with without_merging() if merges else nullcontext():
-            forward, backward = self._parts(gm, joint_inputs, budget, kwargs)
+        forward, backward = self._parts(gm, joint_inputs, budget, kwargs)
         self._finish(forward, backward, kwargs["num_fwd_outputs"], budget, self._runner)
         self._runner.end()
         return forward, backward
@@ -231,8 +224,8 @@ class InferenceLowering(_HeldByReference, CustomGraphPass):
 def _merge_waits(gm: GraphModule) -> None:
     """Leave only one wait for each collective.
 
-    If a parameter is gathered twice, once in a checkpoint region and once as a result, `merge_equal_nodes` merges the
-    two gathers, but not waits whose memory the graph returns.
+    If a parameter is gathered twice, once in a checkpoint region and once as a result, the split merges the two
+    gathers, but not waits whose memory the graph returns.
     """
     merged = 0
     for result in (result for started in collectives(gm) for result in results_of(started)):

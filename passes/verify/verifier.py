@@ -44,7 +44,7 @@ class GraphFacts:
         reductions: For each output that is a gradient, the groups over which it is summed.
         gathered_copies: The gathered copies that it waits for.
         transfers: Rules on transfers that this graph breaks.
-        units: The runs of units in the graph of a step, in order, each with the values that it gets from others.
+        units: The runs of units in the graph of a step, each with the values that it gets from others.
     """
 
     inputs: tuple[tuple[str, object], ...]
@@ -205,7 +205,7 @@ def check_interface(before: GraphFacts, after: GraphFacts, who: str) -> None:
                 f"{who} changed input {name!r} from {describe_value(old)} to {describe_value(new)}; a pass must leave "
                 "placeholders as they are"
             )
-    for run in (run for run in after.units if run not in before.units):  # dead ones may go
+    for run in sorted(set(after.units).difference(before.units)):  # dead ones may go
         raise PassError(
             f"{who} made the run {run} of a unit; units and the values between them are the model's: change "
             "parameters, gradients or collectives"

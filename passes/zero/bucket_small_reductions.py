@@ -54,9 +54,9 @@ class BucketSmallReductions(GraphPass):
         replicated = [
             node for node in find_calls(gm, torch.ops.dsgraph.reduce_grad.default) if not bound_arguments(node)["group"]
         ]
-        is_small = {node: _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node) for node in replicated}
-        filled = self._fill(node for node in replicated if is_small[node])
-        notes = [self._why_alone(node) for node in replicated if not is_small[node]]
+        joins = {node: _bytes(node) <= self.small_bytes and _leads_to_outputs_only(node) for node in replicated}
+        filled = self._fill(node for node in replicated if joins[node])
+        notes = [self._why_alone(node) for node in replicated if not joins[node]]
         notes += [self._why_alone(bucket[0]) for bucket in filled if len(bucket) == 1]
         buckets = [bucket for bucket in filled if len(bucket) > 1]
         is_read = any(user.op != "output" for bucket in buckets for node in bucket for user in node.users)

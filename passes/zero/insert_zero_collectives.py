@@ -47,8 +47,8 @@ class InsertZeroCollectives(GraphPass):
     recomputation: the backward gathers it again, and nothing of full size is kept in between. A marker's result is a
     tensor of its own: if the graph returns it, or a view of it, an input that replaced it is cloned, so that writes to
     the model's output do not change its parameters. Equal markers, such as those of a parameter that is read inside and
-    outside a checkpoint region, share one gather: `merge_equal_nodes` would merge their gathers later, without the
-    waits. Left alone: nothing; after this pass no marker remains.
+    outside a checkpoint region, share one gather: the split would merge their gathers later, without the waits.
+    Left alone: nothing; after this pass no marker remains.
     """
 
     phase: ClassVar[Phase] = Phase.JOINT

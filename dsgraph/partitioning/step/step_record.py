@@ -13,8 +13,8 @@ from dsgraph.partitioning.parameter import ParameterState
 
 Entries = tuple[ParameterState, ...]
 Key = tuple[Any, ...]
-"""Identity of a call: ids of the parameters that the unit reads, whether gradients are enabled, whether a full copy of
-one of the parameters is held, and their dtypes. Equal calls have equal keys.
+"""Identity of a call: ids of the parameters that the unit reads, whether gradients are enabled, and whether a full copy
+of one of the parameters is held. Equal calls have equal keys.
 
 The compiled graph is not part of the key, because ranks compile different graphs for batches of different sizes.
 """

@@ -196,7 +196,7 @@ class StepRun:
         self.drop()
 
     def drop(self) -> None:
-        """Drop the plans, which were made for other blocks, options or limits."""
+        """Drop the plans, which were made for other blocks, options, limits, dtypes or devices."""
         self.settle()
         self.plans.drop()
         self._held, self._forward.realised, self.limit.staying = {}, None, 0
@@ -206,8 +206,7 @@ class StepRun:
         self._beside = {}
         if any(version != entry.version for entry, (_, version) in self._held.items()):
             self._held = {}
-        is_held, dtypes = any(entry in self._held for entry in entries), {entry.param.dtype for entry in entries}
-        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), is_held, frozenset(dtypes))
+        key: Key = (tuple(map(id, entries)), torch.is_grad_enabled(), any(entry in self._held for entry in entries))
         if self._task != _NONE:  # the backward raised an error
             self.settle()
         now = self._forward

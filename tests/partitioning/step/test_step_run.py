@@ -237,11 +237,18 @@ def test_a_model_that_is_converted_is_trained_in_its_new_dtype():
     assert all(param.dtype is torch.float64 for param in twins.models[1].parameters())
 
 
-def test_a_model_can_be_converted_after_it_was_trained():
+@pytest.mark.parametrize("is_compiled", (True, False))
+def test_a_model_can_be_converted_after_it_was_trained(is_compiled):
     twins = Twins()
-    twins.train(*ALL)
+    twins.compiled = twins.compiled if is_compiled else twins.models[1]
+    for _ in range(3):
+        twins.train(*ALL)
+    for model in twins.models:
+        model.float()
+    assert twins.steps.plans, "nothing has changed"
     for model in twins.models:
         model.to(torch.float64)
+    assert not twins.steps.plans
     for _ in range(2):
         twins.train(*ALL, dtype=torch.float64)
 

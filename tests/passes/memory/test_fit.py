@@ -133,7 +133,7 @@ def test_the_default_split_is_left_out_where_it_cannot_fit(monkeypatch):
     def measure(pair: tuple[GraphModule, GraphModule]) -> StepMemory:
         return StepMemory((PhaseMemory("forward 0", "", {"other": simulate(pair[0]).peak}),))
 
-    monkeypatch.setattr(module, "min_cut_rematerialization_partition", split)
+    monkeypatch.setattr(module, "split_by_min_cut", split)
     gm = joint(lambda x: torch.mm(x, x).sin().sum(), torch.randn(4, 4))
     how = {"measure": measure, "costs": CostModel.default(), "fuses": False, "num_fwd_outputs": 1}
     with pytest.raises(AssertionError, match="split by default"):

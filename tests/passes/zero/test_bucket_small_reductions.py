@@ -33,6 +33,17 @@ def test_small_gradients_share_one_reduction():
     ).check("split_with_sizes.default(").check_same("[8, 4, 1])").run(code(gm))
 
 
+@pytest.mark.inductor
+def test_inductor_lowers_what_it_writes():
+    """Ops with a decomposition and no lowering are refused in graphs that passes have changed."""
+    from torch._inductor.lowering import lowerings
+
+    gm = trace(_three, *_inputs())
+    run_pass(BucketSmallReductions(), gm)
+    written = {node.target for node in gm.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    assert {op for op in written if op.namespace == "aten"} <= lowerings.keys()
+
+
 def test_meaning_is_kept_bit_for_bit():
     torch.manual_seed(0)
     inputs = [_inputs(), _inputs()]
