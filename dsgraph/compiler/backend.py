@@ -31,7 +31,7 @@ from dsgraph.utils.byte_counts import default_limit_of_device, on_device
 from dsgraph.utils.errors import StrictError
 
 from .around_blocks import options_of_graph
-from .build_pipeline import bind_options, build_pipeline
+from .build_pipeline import bind_options, build_pipeline, uncompiled_pipeline
 from .capture import full_names, partitioned_mesh, read_facts, refuse_added_parameters
 from .captured_sums import add_sums
 from .captured_writes import refuse_lost_gradients, refuse_writes
@@ -163,7 +163,8 @@ class Backend:
         """Return the plan of a recorded step; options are those of its graphs, None without any."""
         self._compiles += 1
         how: dict[str, Any] = {"observers": self.observers, "agreements": self.agreements}
-        return plan_step(state, record, options or BackendOptions(codegen="eager"), number=self._compiles, **how)
+        options = options or BackendOptions(codegen="eager", pipeline=uncompiled_pipeline())
+        return plan_step(state, record, options, number=self._compiles, **how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         """Return the backend itself: a copy of a compiled model is compiled by the same backend."""

@@ -76,6 +76,12 @@ def _as_counted(item: GraphPass) -> GraphPass:
     return replace(item, in_flight_bytes=0) if isinstance(item, DelayReductionWaits) else item
 
 
+def uncompiled_pipeline() -> Pipeline:
+    """Return the passes for steps of an uncompiled model, whose peak is where most gradients are being reduced."""
+    delayed = DelayReductionWaits(in_flight_bytes=8 * 2**20)
+    return Pipeline(delayed if isinstance(item, DelayReductionWaits) else item for item in default_pipeline())
+
+
 def default_pipeline() -> Pipeline:
     """Return the passes that run by default, in their order."""
     return Pipeline(_built_in(BackendOptions()))
