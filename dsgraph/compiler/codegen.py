@@ -130,9 +130,9 @@ class Compilation:
         compile_graph = partial(
             self._inductor, gm, inputs, patches=patches, cache_tag=source_hash(), anew=self.options.dump is not None
         )
-        if self._runner.pipeline.ends_with_capture and not self._facts.keeps_limit:
-            return compile_graph()
         taken = [hook for hook in _HOOKS if hook in patches]
+        if taken and self._runner.pipeline.ends_with_capture and not self._facts.keeps_limit:
+            return compile_graph()
         if taken:
             raise OptionError(
                 f"option 'inductor' sets {taken[0]!r}, which dsgraph needs for its own passes; use a GraphPass"

@@ -78,22 +78,20 @@ def predict_memory(
     pairs = [pair for run in runs if (pair := run.pair()) is not None]
     if not any(run.record.training for run in runs):
         return None, ""
-    if len(pairs) < len(runs):
-        cached = dict.fromkeys(run.record.number for run in runs if run.record.from_cache)
-        numbers = ", ".join(map(str, cached))
-        return (
-            None,
-            f"the graphs of compile {numbers} came from torch's cache" if cached else "a graph was not measured",
-        )
-    read = {info.name for pair in pairs for info in pair.params.values()}
-    unread = (entry for state in states for entry in state.parameters if entry.name not in read)
-    eager = [entry for entry in unread if entry.eager_reads and entry.param.requires_grad]
     blocks = {block.name: block.memory() for state in states for block in state.step.ran()}
     staying = [block for state in states for block in state.step.staying()[:-1]]  # the last one is part of the plan
     copies = sum(blocks[block.name].copies for block in staying)
     limited = {run.record.number: run for run in runs if run.record.needs is not None and run.record.needs.is_block}
     if limited:
         return max((_of_limited_blocks(run, copies) for run in limited.values()), key=lambda found: found.peak), ""
+    if len(pairs) < len(runs):
+        cached = dict.fromkeys(run.record.number for run in runs if run.record.from_cache)
+        numbers = ", ".join(map(str, cached))
+        why = f"the graphs of compile {numbers} came from torch's cache" if cached else "a graph was not measured"
+        return None, why
+    read = {info.name for pair in pairs for info in pair.params.values()}
+    unread = (entry for state in states for entry in state.parameters if entry.name not in read)
+    eager = [entry for entry in unread if entry.eager_reads and entry.param.requires_grad]
     step = simulate_step(
         [_with_unread(pairs[0], states, read), *pairs[1:]],
         keeps_outputs=any(pair.keeps_outputs for pair in pairs),
