@@ -185,7 +185,7 @@ class Backend:
         refuse_added_parameters(inputs, module)
         for observer in self.observers:
             observer.captured(capture, options)
-        # Without passes after the capture Inductor's own partitioner may split the graph; it cannot add sums.
+        # Without passes after the capture a partitioner of option 'inductor' may split the graph; it cannot add sums.
         passes = bind_options(options)
         adds_sums = options.codegen == "eager" or not passes.ends_with_capture
         sums = add_sums(gm, inputs) if adds_sums else ()
