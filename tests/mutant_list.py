@@ -901,6 +901,16 @@ STEP_GRAPH = (
         killers=(f"{_STEP_TESTS}/test_step_memory.py",),
     ),
     Mutant(
+        *("uncompiled-steps-hold-many-gradients", "dsgraph/compiler/build_pipeline.py", "higher peak memory"),
+        *("uncompiled_pipeline", "8 * 2**20", "64 * 2**20"),
+        killers=(f"{_STEP_TESTS}/test_step_plan.py",),
+    ),
+    Mutant(
+        *("units-of-inductor-are-not-measured", "dsgraph/compiler/codegen.py", "missing report"),
+        *("Compilation._compile_inductor", "if taken and self._runner", "if self._runner"),
+        killers=("tests/tools/reporting/test_units.py",),
+    ),
+    Mutant(
         *("hooked-parameter-is-planned", "dsgraph/compiler/step_plans.py", "ranks differ"),
         *("_without_differences", "if entry.name in watched", "if False"),
         killers=("tests/distributed/test_blocks.py::test_a_hook_on_one_rank_changes_no_order",),

@@ -74,9 +74,9 @@ class Analyses:
 
     def once(self, key: Hashable, gm: GraphModule, compute: Callable[[], Found]) -> Found:
         """Return `compute()`, cached under a key for this version of the graph."""
-        if not self.knows(gm):
-            self._graphs[gm] = _Known(_version(gm))
-        known = self._graphs[gm]
+        now, known = _version(gm), self._graphs.get(gm)
+        if known is None or not _is_same(known.version, now):
+            known = self._graphs[gm] = _Known(now)
         if key not in known.found:
             known.found[key] = compute()
         found: Found = known.found[key]

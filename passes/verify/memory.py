@@ -56,8 +56,8 @@ def observe(gm: GraphModule) -> MemoryFacts:
     ordered: list[Node] = []
     barriers: list[Node] = []
     for node in gm.graph.nodes:
-        shares = () if _is_new_result(node) else traits(node).shares
-        sources = tuple(argument_nodes(node, shares)) if shares else ()
+        shares = traits(node).shares
+        sources = tuple(argument_nodes(node, shares)) if shares and not _is_new_result(node) else ()
         single[node] = single[sources[0]] if sources else node
         if len(sources) > 1 or (sources and sources[0] in joint):
             joint[node] = _union(sharing.roots(source) for source in sources)

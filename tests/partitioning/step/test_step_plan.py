@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -104,3 +105,16 @@ def test_steps_of_uncompiled_models_are_planned_when_they_come_again(fake_ranks)
         model(torch.ones(2, 8)).sum().backward()
         assert len(state.step.plans) == count
     assert state.step.left == []
+
+
+def test_reductions_of_uncompiled_models_hold_at_most_8_mib(fake_ranks):
+    layers = 16  # gradients of 1 MiB, reduced to an eighth of it
+    model = dsgraph.partition(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers))), stage=3)
+    for _ in range(2):
+        model(torch.ones(2, 512)).sum().backward()
+    (plan,) = partition_states(model)[0].step.plans
+    running, most = 0, 0
+    for call in re.findall(r"= torch.ops.\w+.(reduce_scatter\w*|wait_tensor)", plan.backward.text):
+        running += 1 if call.startswith("reduce") else -1
+        most = max(most, running)
+    assert 1 < most * 9 / 8 <= 8

@@ -132,3 +132,10 @@ def test_the_memory_of_a_step_counts_all_parameters_once(fake_ranks):
     assert parts["communication"] == 3 * 2 * SQUARE + 4 * WIDTH
     without = report_of(blocks="none").memory
     assert report.memory.peak == pytest.approx(without.peak, rel=0.1)
+
+
+@pytest.mark.inductor
+def test_the_memory_of_units_that_inductor_compiles_is_known(fake_ranks):
+    memory = report_of(codegen="inductor").memory
+    assert memory is not None
+    assert memory.peak == pytest.approx(report_of().memory.peak, rel=0.1)
