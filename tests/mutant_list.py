@@ -911,11 +911,6 @@ STEP_GRAPH = (
         killers=("tests/tools/reporting/test_units.py",),
     ),
     Mutant(
-        *("sending-takes-no-core", "passes/analysis/predicted_times.py", "missing term"),
-        *("predict", "costs.busy_seconds(node)", "0.0"),
-        killers=("tests/passes/overlap/test_bucket_gathers.py",),
-    ),
-    Mutant(
         *("hooked-parameter-is-planned", "dsgraph/compiler/step_plans.py", "ranks differ"),
         *("_without_differences", "if entry.name in watched", "if False"),
         killers=("tests/distributed/test_blocks.py::test_a_hook_on_one_rank_changes_no_order",),

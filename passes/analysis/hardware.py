@@ -15,17 +15,10 @@ from dsgraph.passes.ir import collectives
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model).
-
-    Attributes:
-        latency_s: Seconds of an empty message.
-        bytes_per_s: Bytes per second.
-        busy: Share of a message's time in which the device sends and does not compute: of CPUs whose cores all compute.
-    """
+    """A connection between ranks: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model)."""
 
     latency_s: float
     bytes_per_s: float
-    busy: float = 0.0
 
     trees: ClassVar[bool] = False
 

@@ -58,8 +58,6 @@ def predict(
             end = 0.0 if started in unwaited else ends.get(started, 0.0)
             now = max(now, end)
         begins[node] = now
-        if is_collective(node):
-            now += costs.busy_seconds(node)
-        elif not is_wait(node):
+        if not is_collective(node) and not is_wait(node):
             now += costs.seconds(node) or 0.0
     return PredictedTimes(begins, ends, seconds)

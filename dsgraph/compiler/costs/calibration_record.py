@@ -26,7 +26,6 @@ class LinkRecord:
         error: Median relative deviation of the measured seconds from that line.
         samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
         time: When it was measured, ISO 8601.
-        busy: See `Link`.
     """
 
     backend: str
@@ -38,7 +37,6 @@ class LinkRecord:
     error: float = 0.0
     samples: tuple[tuple[int, float], ...] = ()
     time: str = ""
-    busy: float = 0.0
 
     @property
     def group(self) -> tuple[str, int, int]:
@@ -143,7 +141,6 @@ def _figures(record: CalibrationRecord) -> Iterator[tuple[str, float, float]]:
         yield f"links.{number}.ranks", link.ranks, 2
         yield f"links.{number}.hosts", link.hosts, 1
         yield f"links.{number}.latency_s", link.latency_s, 0.0
-        yield f"links.{number}.busy", link.busy, 0.0
         yield f"links.{number}.bytes_per_s", link.bytes_per_s, least
     for number, tier in enumerate(record.tiers):
         yield f"tiers.{number}.latency_s", tier.latency_s, 0.0

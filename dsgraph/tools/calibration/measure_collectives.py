@@ -34,12 +34,10 @@ class Measured:
     Attributes:
         fit: The alpha-beta model of it.
         samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
-        busy: Share of that time in which this process kept a core busy, for the largest tensors of all kinds.
     """
 
     fit: Fit
     samples: tuple[tuple[int, float], ...]
-    busy: float
 
 
 def measure_collectives(
@@ -63,7 +61,7 @@ def measure_collectives(
     kinds = [kind for kind in kinds if kind.only_on in ("", backend)]
     end = time.perf_counter() + seconds
     samples: dict[str, list[tuple[int, float]]] = {kind.kind: [] for kind in kinds}
-    turn = busy = 0.0  # seconds that one call of every kind takes
+    turn = 0.0  # seconds that one call of every kind takes
     sizes = SIZES + _MORE_SIZES.get(backend, ())
     for number, size in enumerate(sizes):
         guess = turn * size / sizes[number - 1]
@@ -76,13 +74,11 @@ def measure_collectives(
         turn = sum(_seconds(kind, part, whole, group) for kind in kinds)
         fair = (end - time.perf_counter()) / (len(sizes) - number)
         repeats = _agreed(min(_MOST_REPEATS, max(_LEAST_REPEATS, int(fair / turn))))
-        began = time.process_time()
         turns = [[_seconds(kind, part, whole, group) for kind in kinds] for _ in range(repeats)]
-        busy = min(1.0, (time.process_time() - began) / sum(map(sum, turns)))
         medians = _slowest([statistics.median(times) for times in zip(*turns, strict=True)])
         for kind, median in zip(kinds, medians, strict=True):
             samples[kind.kind].append((sent_bytes(kind, part, whole, group.size()), median))
-    return {name: Measured(fit_line(found), tuple(found), busy) for name, found in samples.items()}
+    return {name: Measured(fit_line(found), tuple(found)) for name, found in samples.items()}
 
 
 def start(kind: Collective, part: Tensor, whole: Tensor, ranks: int, group: str) -> Tensor:

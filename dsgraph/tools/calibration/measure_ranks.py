@@ -83,7 +83,6 @@ def _links(
     backend = dist.get_default_backend_for_device(device_type)
     group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups, backend=backend)
     assert group is not None  # each way to divide the ranks contains all of them
-    computes = device_type == "cpu" and hosts.count(host_name()) * torch.get_num_threads() >= (os.cpu_count() or 1)
     links = [
         LinkRecord(
             backend=backend_name(group, device_type),
@@ -94,7 +93,6 @@ def _links(
             bytes_per_s=measured.fit.bytes_per_s,
             error=measured.fit.error,
             samples=measured.samples,
-            busy=measured.busy * computes,
             time=_now(),
         )
         for kind, measured in measure_collectives(group, device_type=device_type, seconds=seconds).items()
