@@ -911,6 +911,21 @@ STEP_GRAPH = (
         killers=("tests/tools/reporting/test_units.py",),
     ),
     Mutant(
+        *("sending-takes-no-core", "passes/analysis/predicted_times.py", "missing term"),
+        *("predict", "costs.busy_seconds(node)", "0.0"),
+        killers=("tests/passes/overlap/test_bucket_gathers.py",),
+    ),
+    Mutant(
+        *("sending-takes-no-core-in-timelines", "dsgraph/tools/cli/inspect/timeline.py", "missing term"),
+        *("simulate", "node.collective.busy", "0.0"),
+        killers=("tests/tools/cli/test_reading.py::test_a_collective_delays_what_computes_beside_it",),
+    ),
+    Mutant(
+        *("uncompiled-code-takes-no-time", f"{_STEP}/step_record.py", "missing term"),
+        *("StepRecord.begin", "unit is UNCOMPILED and self.calls", "False"),
+        killers=(f"{_STEP_TESTS}/test_step_graph.py",),
+    ),
+    Mutant(
         *("hooked-parameter-is-planned", "dsgraph/compiler/step_plans.py", "ranks differ"),
         *("_without_differences", "if entry.name in watched", "if False"),
         killers=("tests/distributed/test_blocks.py::test_a_hook_on_one_rank_changes_no_order",),

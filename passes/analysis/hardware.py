@@ -15,10 +15,17 @@ from dsgraph.passes.ir import collectives
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model)."""
+    """A connection between ranks: a message of n bytes takes `latency_s + n / bytes_per_s` (the alpha-beta model).
+
+    Attributes:
+        latency_s: Seconds of an empty message.
+        bytes_per_s: Bytes per second.
+        busy: Seconds by which a second of messages delays what the device computes: on a CPU, gloo takes its cores.
+    """
 
     latency_s: float
     bytes_per_s: float
+    busy: float = 0.0
 
     trees: ClassVar[bool] = False
 

@@ -49,15 +49,15 @@ def predict(
     seconds: dict[Node, float] = {}
     ends: dict[Node, float] = {}
     for node in nodes:
+        begins[node] = now
         if is_collective(node):
             seconds[node] = costs.seconds(node) or 0.0
             free = (free if node in early else max(now, free)) + seconds[node]
             ends[node] = free
+            now += costs.busy_seconds(node)
         elif is_wait(node):
             started = collective_behind(node)
-            end = 0.0 if started in unwaited else ends.get(started, 0.0)
-            now = max(now, end)
-        begins[node] = now
-        if not is_collective(node) and not is_wait(node):
+            begins[node] = now = max(now, 0.0 if started in unwaited else ends.get(started, 0.0))
+        else:
             now += costs.seconds(node) or 0.0
     return PredictedTimes(begins, ends, seconds)

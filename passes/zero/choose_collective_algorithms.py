@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +29,6 @@ from dsgraph.passes.ir.graph import (
 from dsgraph.passes.ir.recording import Recordings
 from dsgraph.passes.ir.save_plan import inherit
 
-_GATHER = "all_gather_into_tensor"
 _MESSAGES, _ALL_TO_ALL, _OWN = "exchange_by_messages", "all_to_all_single", "reduce_scatter_tensor"
 
 
@@ -64,18 +63,16 @@ class ChooseCollectiveAlgorithms(GraphPass):
     def run(self, gm: GraphModule, ctx: PassContext) -> PassResult:
         recordings = Recordings()
         gathers = _on_gloo(find_calls(gm, c10d_functional.all_gather_into_tensor.default), ctx)
-        notes = _notes_on_gathers(gathers, ctx)
         for started in gathers:
             _run_by(started, GATHERS["gather_by_messages"], recordings)
         reductions = _on_gloo(find_calls(gm, c10d_functional.reduce_scatter_tensor.default), ctx)
         reductions = [node for node in reductions if fake_value(node).device.type == "cpu"]
         predicted = {started: _predicted(started, ctx) for started in reductions if _is_sum_of_known_size(started)}
         chosen = _forms(predicted)
-        notes += _notes_on_reductions(predicted, chosen)
         rewritten = [started for started in predicted if chosen[started] != _OWN]
         for started in rewritten:
             _run_by(started, REDUCE_SCATTERS[chosen[started]], recordings)
-        return PassResult(changed=len(gathers) + len(rewritten), notes=tuple(notes))
+        return PassResult(changed=len(gathers) + len(rewritten), notes=tuple(_notes_on_reductions(predicted, chosen)))
 
 
 def _on_gloo(nodes: Iterable[Node], ctx: PassContext) -> list[Node]:
@@ -101,14 +98,13 @@ def _predicted(started: Node, ctx: PassContext) -> dict[str, float]:
         if seconds is None and kind == _MESSAGES:
             return {_MESSAGES: 0.0}
         if seconds is not None:
-            is_local = kind != _OWN
             moved = (ranks + 1) * number_of(started, tensor_bytes(fake_value(started)))  # reads all parts, writes one
-            found[kind] = seconds + is_local * ctx.costs.kernel_seconds(0, moved)
+            found[kind] = seconds + (kind != _OWN) * ctx.costs.kernel_seconds(0, moved)
     return found
 
 
 def _seconds(started: Node, kind: str, ctx: PassContext) -> float | None:
-    """Return the seconds of a gather or reduce-scatter if it runs as another kind of collective with the same bytes."""
+    """Return the seconds of a reduce-scatter if it runs as another kind of collective with the same bytes."""
     group = collective_group(started)
     links = ctx.costs.links.get(group)
     sent = number_of(started, sent_bytes(started, ctx.axis(group).size) or 0)
@@ -127,35 +123,13 @@ def _forms(predicted: Mapping[Node, Mapping[str, float]]) -> dict[Node, str]:
     }
 
 
-def _notes_on_gathers(gathers: Sequence[Node], ctx: PassContext) -> list[str]:
-    """Return a note that gloo's own gather would be faster, if it is predicted to be."""
-    pairs = [[_seconds(started, kind, ctx) for kind in ("gather_by_messages", _GATHER)] for started in gathers]
-    slower = [(messages, own) for messages, own in pairs if messages is not None and own is not None and own < messages]
-    if not slower:
-        return []
-    messages, own = (_milliseconds(sum(seconds)) for seconds in zip(*slower, strict=True))
-    return [
-        f"{len(slower)} of {len(gathers)} gathers use messages, predicted to take {messages}, although gloo's own take "
-        f"{own}: gloo's own must not overlap"
-    ]
-
-
 def _notes_on_reductions(predicted: Mapping[Node, Mapping[str, float]], forms: Mapping[Node, str]) -> list[str]:
-    """Return notes on the number of reductions in other forms than messages, with the predicted saving."""
-    chosen: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-    for started, seconds in predicted.items():
-        chosen[forms[started]].append(seconds)
-    return [
-        f"{len(which)} of {len(predicted)} reductions do not use messages: {kind} is predicted to take "
-        f"{_milliseconds(sum(seconds[kind] for seconds in which))}, messages "
-        f"{_milliseconds(sum(seconds[_MESSAGES] for seconds in which))}"
-        for kind, which in chosen.items()
-        if kind != _MESSAGES
-    ]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+    """Return a note on the reductions in other forms than messages, with the predicted saving."""
+    others = {started: form for started, form in forms.items() if form != _MESSAGES}
+    saved = sum(predicted[started][_MESSAGES] - predicted[started][form] for started, form in others.items())
+    kinds = " or ".join(sorted(set(others.values())))
+    note = f"{len(others)} of {len(forms)} reductions use {kinds}, which is predicted to save {1e3 * saved:.3g} ms"
+    return [note] if others else []
 
 
 def _run_by(started: Node, algorithm: Gather | ReduceScatter, recordings: Recordings) -> None:

@@ -118,7 +118,7 @@ class KnownCosts:
         for measured in self._measured(record, mesh, axis):
             steps = collective_steps(measured.kind, measured.ranks, trees=table.trees)
             if steps:
-                kinds[measured.kind] = Link(measured.latency_s / steps, measured.bytes_per_s)
+                kinds[measured.kind] = Link(measured.latency_s / steps, measured.bytes_per_s, measured.busy)
         return LinkTable(table.usual, tuple(sorted(kinds.items())), table.trees)
 
     def _measured(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> list[LinkRecord]:

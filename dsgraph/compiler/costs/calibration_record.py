@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from dsgraph.utils.json_records import HeadRecord, RecordError, from_json_text, to_json_text
 
 FORMAT = "dsgraph-calibration"
 VERSION = 1
+# The least value of each measurement: rates and times are above nothing.
+_LEAST = {"ranks": 2, "hosts": 1, "threads": 0, "kernel_s": 0.0, "latency_s": 0.0, "busy": 0.0, "bytes_per_s": 1e-12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class LinkRecord:
         error: Median relative deviation of the measured seconds from that line.
         samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
         time: When it was measured, ISO 8601.
+        busy: See `Link`.
     """
 
     backend: str
@@ -37,6 +41,7 @@ class LinkRecord:
     error: float = 0.0
     samples: tuple[tuple[int, float], ...] = ()
     time: str = ""
+    busy: float = 0.0
 
     @property
     def group(self) -> tuple[str, int, int]:
@@ -130,18 +135,11 @@ def merge(new: CalibrationRecord, old: CalibrationRecord | None) -> CalibrationR
 
 def _figures(record: CalibrationRecord) -> Iterator[tuple[str, float, float]]:
     """Yield name, value and least value of all measurements."""
-    least = 1e-12  # rates and times above nothing
-    yield "bytes_per_s", record.bytes_per_s, least
-    yield "kernel_s", record.kernel_s, 0.0
-    yield "threads", record.threads, 0
     yield "flops_per_s: how many", len(record.flops_per_s), 1
     for dtype, rate in record.flops_per_s.items():
-        yield f"flops_per_s.{dtype}", rate, least
-    for number, link in enumerate(record.links):
-        yield f"links.{number}.ranks", link.ranks, 2
-        yield f"links.{number}.hosts", link.hosts, 1
-        yield f"links.{number}.latency_s", link.latency_s, 0.0
-        yield f"links.{number}.bytes_per_s", link.bytes_per_s, least
-    for number, tier in enumerate(record.tiers):
-        yield f"tiers.{number}.latency_s", tier.latency_s, 0.0
-        yield f"tiers.{number}.bytes_per_s", tier.bytes_per_s, least
+        yield f"flops_per_s.{dtype}", rate, _LEAST["bytes_per_s"]
+    links = [(f"links.{number}.", link) for number, link in enumerate(record.links)]
+    tiers = [(f"tiers.{number}.", tier) for number, tier in enumerate(record.tiers)]
+    for place, each in (("", record), *links, *tiers):
+        for name in filter(partial(hasattr, each), _LEAST):
+            yield place + name, getattr(each, name), _LEAST[name]

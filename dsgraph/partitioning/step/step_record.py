@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,6 +128,8 @@ class StepRecord:
             for item in inputs
             if type(item) is Tensor and item.layout is torch.strided
         )
+        if unit is UNCOMPILED and self.calls:
+            unit = replace(unit, work=_work_of_layer(self.calls[-1].outputs, entries[0]))
         self.calls.append(Call(unit, key, entries, values))
         return len(self.calls) - 1
 
@@ -168,3 +171,11 @@ class StepRecord:
 
 def _value(tensor: Tensor, call: int, number: int) -> Value:
     return Value(tuple(tensor.shape), tensor.dtype, tensor.device, call, number)
+
+
+def _work_of_layer(given: Sequence[Value], weight: ParameterState) -> Work:
+    """Return the work of a linear layer on what the call before has computed; nothing if the weight does not fit."""
+    shape, (dtype, _) = weight.spec.shape, weight.spec.dtypes(weight.param.dtype)
+    rows = next((math.prod(item.shape[:-1]) for item in given if item.shape[-1:] == shape[1:]), 0)
+    moved = 2 * rows * math.prod(shape[:1]) * dtype.itemsize
+    return Work(2 * rows * math.prod(shape), moved, str(dtype).removeprefix("torch."))

@@ -23,6 +23,7 @@ _MORE_SIZES = {"nccl": (1 << 26, 1 << 27, 1 << 28)}  # NVLink reaches its rate w
 _MOST_REPEATS, _LEAST_REPEATS = 25, 3
 _LEAST_SIZES = 4
 
+Products = Sequence[Sequence[Tensor]]  # pairs of matrices
 
 KINDS = tuple(kind for kind in TABLE.entries if kind.start is not None)
 
@@ -34,10 +35,13 @@ class Measured:
     Attributes:
         fit: The alpha-beta model of it.
         samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
+        busy: Seconds that products beside a collective take longer, a second of the collective: a median over the
+            sizes, of all kinds together.
     """
 
     fit: Fit
     samples: tuple[tuple[int, float], ...]
+    busy: float
 
 
 def measure_collectives(
@@ -61,6 +65,7 @@ def measure_collectives(
     kinds = [kind for kind in kinds if kind.only_on in ("", backend)]
     end = time.perf_counter() + seconds
     samples: dict[str, list[tuple[int, float]]] = {kind.kind: [] for kind in kinds}
+    busy: list[float] = []
     turn = 0.0  # seconds that one call of every kind takes
     sizes = SIZES + _MORE_SIZES.get(backend, ())
     for number, size in enumerate(sizes):
@@ -76,9 +81,10 @@ def measure_collectives(
         repeats = _agreed(min(_MOST_REPEATS, max(_LEAST_REPEATS, int(fair / turn))))
         turns = [[_seconds(kind, part, whole, group) for kind in kinds] for _ in range(repeats)]
         medians = _slowest([statistics.median(times) for times in zip(*turns, strict=True)])
+        busy.append(_busy(kinds, part, whole, group, sum(medians)))
         for kind, median in zip(kinds, medians, strict=True):
             samples[kind.kind].append((sent_bytes(kind, part, whole, group.size()), median))
-    return {name: Measured(fit_line(found), tuple(found)) for name, found in samples.items()}
+    return {name: Measured(fit_line(found), tuple(found), statistics.median(busy)) for name, found in samples.items()}
 
 
 def start(kind: Collective, part: Tensor, whole: Tensor, ranks: int, group: str) -> Tensor:
@@ -93,12 +99,28 @@ def sent_bytes(kind: Collective, part: Tensor, whole: Tensor, ranks: int) -> int
     return kind.sent_bytes(counted.nbytes, ranks) or 0
 
 
-def _seconds(kind: Collective, part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> float:
-    """Return how long a collective takes from its start to its end."""
+def _seconds(
+    kind: Collective | None, part: Tensor, whole: Tensor, group: dist.ProcessGroup, layers: Products = ()
+) -> float:
+    """Return how long a collective takes from its start to its end, with matrix products beside it."""
     began = time.perf_counter()
-    c10d_functional.wait_tensor(start(kind, part, whole, group.size(), group.group_name))
+    started = [start(kind, part, whole, group.size(), group.group_name)] if kind is not None else []
+    for left, right in layers:
+        torch.mm(left, right)
+    for result in started:
+        c10d_functional.wait_tensor(result)
     synchronize(part.device.type)
     return time.perf_counter() - began
+
+
+def _busy(kinds: Sequence[Collective], part: Tensor, whole: Tensor, group: dist.ProcessGroup, alone: float) -> float:
+    """Return how much longer products take beside collectives, as a share of `alone`, the seconds of those alone."""
+    layers = [[torch.ones(*shape, device=part.device) for shape in ((256, 512), (512, 512))] for _ in range(8)]
+    once = _seconds(None, part, whole, group, layers)
+    layers *= _agreed(1 + int(2 * alone / len(kinds) / once))
+    rounds = [[_seconds(kind, part, whole, group, layers) for kind in (None, *kinds)] for _ in range(_LEAST_REPEATS)]
+    products, *beside = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return max(0.0, sum(beside) - len(kinds) * products) / alone
 
 
 def _agreed(number: int) -> int:

@@ -93,6 +93,7 @@ def _links(
             bytes_per_s=measured.fit.bytes_per_s,
             error=measured.fit.error,
             samples=measured.samples,
+            busy=measured.busy,
             time=_now(),
         )
         for kind, measured in measure_collectives(group, device_type=device_type, seconds=seconds).items()

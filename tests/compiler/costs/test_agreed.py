@@ -50,7 +50,7 @@ def test_measured_figures_are_those_of_the_model(fake_ranks):
     assert found.model.device.flops_per_s == 6e10
     assert (found.model.device.bytes_per_s, found.model.device.kernel_s) == (9e9, 2e-6)
     # An all-reduce of two ranks takes two steps.
-    assert found.links["shard"].of("all_reduce") == Link(2e-4, 2e9)
+    assert found.links["shard"].of("all_reduce") == Link(2e-4, 2e9, 0.5)
     assert found.links["shard"].of("all_to_all_single") == LINKS["gloo"].of("all_to_all_single")
     assert found.said == WHERE
     group = next(iter(found.model.links))
@@ -181,7 +181,7 @@ def test_all_ranks_have_the_first_ranks_costs(ranks, tmp_path, own_file_on):
     assert len(first["costs"]) == 2
     for device, (links,) in first["costs"]:
         assert device.kernel_s == 1e-3
-        assert links.of("all_reduce") == Link(2e-4, 2e9)
+        assert links.of("all_reduce") == Link(2e-4, 2e9, 0.5)
     assert first["warnings"] == []
 
 

@@ -15,7 +15,7 @@ from dsgraph.inductor_ext.units import RUN_BACKWARD, RUN_FORWARD
 from dsgraph.partitioning.parameter import ParameterState
 from dsgraph.partitioning.state import partition_states
 from dsgraph.partitioning.step.step_graph import JointStep, joint_graph
-from dsgraph.partitioning.step.step_record import StepRecord, StepUnit, Work
+from dsgraph.partitioning.step.step_record import UNCOMPILED, StepRecord, StepUnit, Work
 from dsgraph.passes.compat import is_tangent
 from tests.passes.tracing import code
 
@@ -55,6 +55,18 @@ def _joint(record: StepRecord) -> JointStep:
 
 def _runs(joint: JointStep, target: object) -> list[Node]:
     return joint.gm.graph.find_nodes(op="call_function", target=target)
+
+
+def test_uncompiled_code_counts_as_a_linear_layer():
+    weight, bias, *_ = _parameters()
+    record = StepRecord()
+    record.begin(UNCOMPILED, (), (weight, bias), [])
+    record.end(0, (torch.empty(3, 5, 16),), 0)
+    record.begin(UNCOMPILED, (), (weight, bias), [])
+    record.begin(UNCOMPILED, (), (weight, bias), [])
+    rows = 3 * 5
+    layer = Work(2 * rows * 16 * 16, 2 * rows * 16 * 4, "float32")
+    assert [call.unit.work for call in record.calls] == [Work(), layer, Work()]
 
 
 def test_units_markers_and_reductions_are_in_the_order_of_the_step():

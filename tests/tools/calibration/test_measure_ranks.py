@@ -62,6 +62,7 @@ def test_two_ranks_have_one_calibration_between_them(ranks):
         assert 4 <= len(link.samples) <= len(SIZES)
         assert 1e-6 < link.latency_s + link.samples[0][0] / link.bytes_per_s < 1e-1
         assert 1e6 < link.bytes_per_s < 1e12
+        assert 0 <= link.busy < 5
 
 
 _SLOW = 0.02  # seconds
@@ -89,5 +90,6 @@ def test_a_known_latency_and_bandwidth_are_found_in_the_time_given(ranks):
         assert slow.fit.latency_s == pytest.approx(_SLOW, rel=0.5)
         assert slow.fit.bytes_per_s == pytest.approx(1e6, rel=0.3)  # of each 2 bytes one is sent
         assert plain.fit.latency_s < _SLOW / 2
+        assert slow.busy == pytest.approx(1, abs=0.3), "products wait while a rank sleeps"
         assert len(slow.samples) == len(plain.samples) < len(SIZES)
         assert rank["took"] < 8

@@ -220,6 +220,14 @@ def test_a_transfer_hides_behind_what_computes_meanwhile():
     assert [node.name for node in critical_path(graph)] == ["send", "use"]
 
 
+def test_a_collective_delays_what_computes_beside_it():
+    sends = CollectiveRecord(kind="all_gather", group="0", seconds=5.0, busy=2.0)
+    send = NodeRecord("send", "call_function", "send", collective=sends)
+    nodes = (send, _timed("work", 4.0), _timed("wait", 0.0, "send", waits=True))
+    timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", nodes))
+    assert (timeline.seconds, timeline.exposed) == (6.0, 0.0)
+
+
 def test_time_in_the_queue_is_told_from_time_under_way():
     nodes = (
         _timed("first", 5.0, sends=True),

@@ -102,16 +102,10 @@ def _moves(timeline: Timeline) -> str:
     """Return the transfers between memory and tiers below it."""
     if not timeline.moves:
         return ""
-    rows, total = [], 0
-    for move in timeline.moves:
-        found = move.node.transfer
-        assert found is not None
-        total += found.bytes
-        times = [ms_text(seconds) for seconds in (found.seconds, move.exposed, move.queued)]
-        rows.append([move.node.name, found.tier, _why(move.node), bytes_text(found.bytes), *times, _overlaps(move)])
+    total = sum(move.node.transfer.bytes for move in timeline.moves if move.node.transfer)
     headers = ["node", "tier", "why", "bytes", "ms", "exposed ms", "queued ms", "overlaps with"]
-    listing = table(rows, headers, right=(3, 4, 5, 6))
-    return f"\n{len(rows)} transfers, {bytes_text(total)}\n{listing}"
+    listing = table(list(map(_row, timeline.moves)), headers, right=(3, 4, 5, 6))
+    return f"\n{len(timeline.moves)} transfers, {bytes_text(total)}\n{listing}"
 
 
 def _queue(timeline: Timeline) -> str:
@@ -121,11 +115,11 @@ def _queue(timeline: Timeline) -> str:
 
 
 def _row(transfer: Transfer) -> list[str]:
-    found = transfer.node.collective
-    assert found is not None
-    times = [ms_text(seconds) for seconds in (found.seconds or 0.0, transfer.exposed, transfer.queued)]
-    what = [transfer.node.name, found.kind, _why(transfer.node), _axis(transfer.node), bytes_text(found.sent)]
-    return [*what, *times, _overlaps(transfer)]
+    node, sent, moved = transfer.node, transfer.node.collective, transfer.node.transfer or _NOTHING
+    how = [sent.kind, _why(node), _axis(node)] if sent else [moved.tier, _why(node)]
+    seconds = ((sent.seconds or 0.0) if sent else moved.seconds, transfer.exposed, transfer.queued)
+    size = bytes_text(sent.sent if sent else moved.bytes)
+    return [node.name, *how, size, *map(ms_text, seconds), _overlaps(transfer)]
 
 
 def _why(node: NodeRecord) -> str:

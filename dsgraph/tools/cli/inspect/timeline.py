@@ -64,7 +64,7 @@ class Timeline:
 
 
 def simulate(graph: GraphRecord) -> Timeline:
-    """Simulate a graph: nodes run one after the other, and so do the transfers of each link beside them."""
+    """Simulate a graph as `passes.analysis.predicted_times` does, and with transfers between tiers: a link for each."""
     now = 0.0  # when the computation is ready for the next
     free: dict[str, float] = {}  # when each link is
     computed: list[tuple[NodeRecord, float, float]] = []
@@ -77,6 +77,7 @@ def simulate(graph: GraphRecord) -> Timeline:
         if link is not None:
             begin = max(now, free.get(link, 0.0))
             free[link] = begin + _seconds(node)
+            now += node.collective.busy if node.collective else 0.0
             started[node.name] = (node, begin, free[link])
             started_by[node.name] = node.name
         elif node.target == "operator.getitem" and node.inputs[0] in started_by:
@@ -90,11 +91,11 @@ def simulate(graph: GraphRecord) -> Timeline:
         elif node.seconds:
             computed.append((node, now, now + node.seconds))
             now += node.seconds
-    transfers = tuple(
-        Transfer(node, begin, end, exposed.get(name, 0.0), queued.get(name, 0.0), _between(computed, begin, end))
-        for name, (node, begin, end) in started.items()
-    )
-    return Timeline(tuple(computed), transfers, max([now, *free.values()]))
+    transfers = []
+    for name, (node, begin, end) in started.items():
+        behind = tuple(each for each, start, stop in computed if start < end and stop > begin)
+        transfers.append(Transfer(node, begin, end, exposed.get(name, 0.0), queued.get(name, 0.0), behind))
+    return Timeline(tuple(computed), tuple(transfers), max([now, *free.values()]))
 
 
 def critical_path(graph: GraphRecord) -> list[NodeRecord]:
@@ -130,7 +131,3 @@ def _seconds(node: NodeRecord) -> float:
     if node.collective is not None:
         return node.collective.seconds or 0.0
     return node.transfer.seconds if node.transfer is not None else node.seconds
-
-
-def _between(computed: Sequence[tuple[NodeRecord, float, float]], begin: float, end: float) -> tuple[NodeRecord, ...]:
-    return tuple(node for node, start, stop in computed if start < end and stop > begin)
