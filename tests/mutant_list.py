@@ -912,17 +912,17 @@ STEP_GRAPH = (
     ),
     Mutant(
         *("sending-takes-no-core", "passes/analysis/predicted_times.py", "missing term"),
-        *("predict", "costs.busy_seconds(node)", "0.0"),
+        *("predict", "costs.delay_seconds(node)", "0.0"),
         killers=("tests/passes/overlap/test_bucket_gathers.py",),
     ),
     Mutant(
         *("sending-takes-no-core-in-timelines", "dsgraph/tools/cli/inspect/timeline.py", "missing term"),
-        *("simulate", "node.collective.busy", "0.0"),
+        *("simulate", "node.collective.delay if node.collective else 0.0", "0.0"),
         killers=("tests/tools/cli/test_reading.py::test_a_collective_delays_what_computes_beside_it",),
     ),
     Mutant(
         *("uncompiled-code-takes-no-time", f"{_STEP}/step_record.py", "missing term"),
-        *("StepRecord.begin", "unit is UNCOMPILED and self.calls", "False"),
+        *("StepRecord.begin", "unit is UNCOMPILED", "False"),
         killers=(f"{_STEP_TESTS}/test_step_graph.py",),
     ),
     Mutant(

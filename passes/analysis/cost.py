@@ -205,10 +205,10 @@ class CostModel:
         operations, moved = number_of(node, flops(node)), number_of(node, moved_bytes(node))
         return self.kernel_seconds(operations, moved, dtype=computed_dtype(node))
 
-    def busy_seconds(self, node: Node) -> float:
+    def delay_seconds(self, node: Node) -> float:
         """Return the seconds by which a collective delays what the device computes beside it, see `Link`."""
         seconds = self.seconds(node)
-        return seconds * self.links[collective_group(node)].of(collective_kind(node)).busy if seconds else 0.0
+        return seconds * self.links[collective_group(node)].of(collective_kind(node)).delay if seconds else 0.0
 
     def kernel_seconds(self, operations: int, moved: int, *, dtype: torch.dtype | None = None) -> float:
         """Return the time of a kernel with these operations and moved bytes; 0 if there are none.

@@ -20,12 +20,12 @@ class Link:
     Attributes:
         latency_s: Seconds of an empty message.
         bytes_per_s: Bytes per second.
-        busy: Seconds by which a second of messages delays what the device computes: on a CPU, gloo takes its cores.
+        delay: Seconds by which a second of messages delays what the device computes: on a CPU, gloo takes its cores.
     """
 
     latency_s: float
     bytes_per_s: float
-    busy: float = 0.0
+    delay: float = 0.0
 
     trees: ClassVar[bool] = False
 

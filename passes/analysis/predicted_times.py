@@ -44,7 +44,7 @@ def predict(
         early: Collectives that are assumed to start at the beginning, wherever they are.
         unwaited: Collectives whose waits are assumed to cost nothing.
     """
-    now = free = 0.0
+    now = free = delay = 0.0
     begins: dict[Node, float] = {}
     seconds: dict[Node, float] = {}
     ends: dict[Node, float] = {}
@@ -54,10 +54,11 @@ def predict(
             seconds[node] = costs.seconds(node) or 0.0
             free = (free if node in early else max(now, free)) + seconds[node]
             ends[node] = free
-            now += costs.busy_seconds(node)
+            delay += costs.delay_seconds(node)
         elif is_wait(node):
             started = collective_behind(node)
-            begins[node] = now = max(now, 0.0 if started in unwaited else ends.get(started, 0.0))
-        else:
-            now += costs.seconds(node) or 0.0
+            begins[node] = max(now, 0.0 if started in unwaited else ends.get(started, 0.0))
+            now, delay = begins[node], max(0.0, delay - (begins[node] - now))  # nothing is delayed meanwhile
+        elif took := costs.seconds(node) or 0.0:
+            now, delay = now + took + delay, 0.0
     return PredictedTimes(begins, ends, seconds)

@@ -118,14 +118,14 @@ class KnownCosts:
         for measured in self._measured(record, mesh, axis):
             steps = collective_steps(measured.kind, measured.ranks, trees=table.trees)
             if steps:
-                kinds[measured.kind] = Link(measured.latency_s / steps, measured.bytes_per_s, measured.busy)
+                kinds[measured.kind] = Link(measured.latency_s / steps, measured.bytes_per_s, measured.delay)
         return LinkTable(table.usual, tuple(sorted(kinds.items())), table.trees)
 
     def _measured(self, record: CalibrationRecord, mesh: DeviceMesh, axis: MeshAxis) -> list[LinkRecord]:
         """Return the measurements of the groups most like the axis's: same backend, spread alike, nearest in size."""
         is_spread = self._is_spread(mesh, axis)
         alike = [link for link in record.links if link.backend == axis.backend and (link.hosts > 1) == is_spread]
-        groups = sorted({link.group for link in alike}, key=lambda group: (_distance(group[1], axis.size), group))
+        groups = sorted({link.group for link in alike}, key=lambda group: (abs(math.log(group[1] / axis.size)), group))
         return [link for link in alike if link.group == groups[0]]
 
     def _is_spread(self, mesh: DeviceMesh, axis: MeshAxis) -> bool:
@@ -151,7 +151,3 @@ def _own_calibration(device_type: str) -> str | None:
         warnings.warn(f"default costs are used, because the calibration {error}", stacklevel=2)
         return None
     return None if record is None else to_text(record)
-
-
-def _distance(size: int, other: int) -> float:
-    return abs(math.log(size / other))

@@ -11,8 +11,8 @@ from dsgraph.utils.json_records import HeadRecord, RecordError, from_json_text, 
 
 FORMAT = "dsgraph-calibration"
 VERSION = 1
-# The least value of each measurement: rates and times are above nothing.
-_LEAST = {"ranks": 2, "hosts": 1, "threads": 0, "kernel_s": 0.0, "latency_s": 0.0, "busy": 0.0, "bytes_per_s": 1e-12}
+# The least value of each measurement: rates must be above 0, times may be 0.
+_LEAST = {"ranks": 2, "hosts": 1, "threads": 0, "kernel_s": 0.0, "latency_s": 0.0, "delay": 0.0, "bytes_per_s": 1e-12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LinkRecord:
         error: Median relative deviation of the measured seconds from that line.
         samples: Bytes that each rank sent, and the seconds (a median) that it took the slowest rank.
         time: When it was measured, ISO 8601.
-        busy: See `Link`.
+        delay: Seconds by which a second of a collective delays what is computed beside it; one figure for all kinds.
     """
 
     backend: str
@@ -41,7 +41,7 @@ class LinkRecord:
     error: float = 0.0
     samples: tuple[tuple[int, float], ...] = ()
     time: str = ""
-    busy: float = 0.0
+    delay: float = 0.0
 
     @property
     def group(self) -> tuple[str, int, int]:

@@ -128,8 +128,9 @@ class StepRecord:
             for item in inputs
             if type(item) is Tensor and item.layout is torch.strided
         )
-        if unit is UNCOMPILED and self.calls:
-            unit = replace(unit, work=_work_of_layer(self.calls[-1].outputs, entries[0]))
+        if unit is UNCOMPILED:
+            given = next((call.outputs for call in reversed(self.calls) if call.outputs), ())
+            unit = replace(unit, work=_work_of_layer(given, entries[0]))
         self.calls.append(Call(unit, key, entries, values))
         return len(self.calls) - 1
 
@@ -174,8 +175,11 @@ def _value(tensor: Tensor, call: int, number: int) -> Value:
 
 
 def _work_of_layer(given: Sequence[Value], weight: ParameterState) -> Work:
-    """Return the work of a linear layer on what the call before has computed; nothing if the weight does not fit."""
+    """Return the work of a linear layer on the last results of a graph; nothing if the weight does not fit them.
+
+    An embedding of the same width counts as such a layer, too: what reads the weight is not known.
+    """
     shape, (dtype, _) = weight.spec.shape, weight.spec.dtypes(weight.param.dtype)
     rows = next((math.prod(item.shape[:-1]) for item in given if item.shape[-1:] == shape[1:]), 0)
-    moved = 2 * rows * math.prod(shape[:1]) * dtype.itemsize
-    return Work(2 * rows * math.prod(shape), moved, str(dtype).removeprefix("torch."))
+    moved = 2 * rows * shape[0] * dtype.itemsize if rows else 0
+    return Work(2 * rows * math.prod(shape), moved, str(dtype).removeprefix("torch.")) if len(shape) == 2 else Work()

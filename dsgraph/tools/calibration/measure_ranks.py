@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ import torch.distributed as dist
 from dsgraph import __version__
 from dsgraph.compiler.costs.calibration_record import FORMAT, VERSION, CalibrationRecord, LinkRecord, TierRecord
 from dsgraph.compiler.costs.host import device_name, host_name
-from dsgraph.inductor_ext import backend_name
 from dsgraph.ranks.local_rank import local_rank
 
 from .device import DeviceFigures, measure_device
-from .measure_collectives import measure_collectives
+from .measure_collectives import measure_collectives, now
 
 
 @dataclass(frozen=True)
@@ -83,21 +81,8 @@ def _links(
     backend = dist.get_default_backend_for_device(device_type)
     group, _ = dist.new_subgroups_by_enumeration(ranks_of_groups, backend=backend)
     assert group is not None  # each way to divide the ranks contains all of them
-    links = [
-        LinkRecord(
-            backend=backend_name(group, device_type),
-            ranks=group.size(),
-            hosts=len({hosts[rank] for rank in ranks_of_groups[0]}),
-            kind=kind,
-            latency_s=measured.fit.latency_s,
-            bytes_per_s=measured.fit.bytes_per_s,
-            error=measured.fit.error,
-            samples=measured.samples,
-            busy=measured.busy,
-            time=_now(),
-        )
-        for kind, measured in measure_collectives(group, device_type=device_type, seconds=seconds).items()
-    ]
+    spread = len({hosts[rank] for rank in ranks_of_groups[0]})
+    links = measure_collectives(group, device_type=device_type, seconds=seconds, hosts=spread)
     dist.destroy_process_group(group)
     return links
 
@@ -110,7 +95,7 @@ def _record(device_type: str, figures: DeviceFigures, links: tuple[LinkRecord, .
         host=host_name(),
         device=device_name(device_type),
         device_type=device_type,
-        time=_now(),
+        time=now(),
         dsgraph=__version__,
         torch=torch.__version__,
         threads=torch.get_num_threads() if device_type == "cpu" else 0,
@@ -120,10 +105,6 @@ def _record(device_type: str, figures: DeviceFigures, links: tuple[LinkRecord, .
         links=links,
         tiers=() if host is None else (TierRecord("host", host.latency_s, host.bytes_per_s, host.error),),
     )
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -208,7 +208,7 @@ def _collective(node: Node, around: _Around) -> CollectiveRecord:
         ranks=axis.size if axis is not None else 0,
         sent=None if sent is None else number_of(node, sent),
         seconds=around.ctx.costs.seconds(node),
-        busy=around.ctx.costs.busy_seconds(node),
+        delay=around.ctx.costs.delay_seconds(node),
         wait=waits[0].name if waits else "",
         parameters=gathered or around.reduced.get(node, ()),
     )

@@ -46,7 +46,7 @@ class CollectiveRecord:
         ranks: How many ranks it spans; 0 when unknown.
         sent: Bytes that each rank must send; None when the kind is not known.
         seconds: Predicted time; None when unknown.
-        busy: Seconds by which it delays what is computed beside it.
+        delay: Seconds by which it delays what is computed beside it.
         wait: Name of the node that waits for it; of several tensors at once, for the first of them.
         parameters: The parameters that it gathers, or whose gradients it reduces.
     """
@@ -57,7 +57,7 @@ class CollectiveRecord:
     ranks: int = 0
     sent: int | None = None
     seconds: float | None = None
-    busy: float = 0.0
+    delay: float = 0.0
     wait: str = ""
     parameters: tuple[str, ...] = ()
 

@@ -17,7 +17,7 @@ LINK = LinkRecord(
     error=0.1,
     samples=((512, 4e-4), (1 << 20, 9e-4)),
     time="2026-01-02T03:04:05+00:00",
-    busy=0.5,
+    delay=0.5,
 )
 
 

@@ -71,6 +71,7 @@ def _link(**changes):
         (_rewritten(links=[{}]), "links.0"),
         (_link(latency_s=-1.0), "links.0.latency_s is -1"),
         (_link(bytes_per_s=0.0), "links.0.bytes_per_s is 0"),
+        (_link(delay=-1.0), "links.0.delay is -1"),
         (_rewritten(tiers=[{"tier": "host", "latency_s": 0, "bytes_per_s": 0}]), "tiers.0.bytes_per_s is 0"),
         (_link(ranks=1), "links.0.ranks is 1"),
         (_link(hosts=0), "links.0.hosts is 0"),

@@ -372,12 +372,12 @@ def test_all_of_a_bucket_is_there_when_it_is_through():
     assert [schedule.begins[wait] for wait in (first, second, third)] == pytest.approx([5.0, 7.0, 9.0])
 
 
-def test_a_link_that_keeps_the_device_busy_delays_what_is_computed():
+def test_a_collective_delays_what_is_computed_beside_it():
     gm = _lowered()
     nodes = list(gm.graph.nodes)
-    free, busy = (CostModel(Device(1e30, 1e30, 1.0), (SHARD,), {"0": Link(5.0, 1e30, each)}) for each in (0.0, 0.5))
+    free, slow = (CostModel(Device(1e30, 1e30, 1.0), (SHARD,), {"0": Link(5.0, 1e30, each)}) for each in (0.0, 0.5))
     first, second, _ = collectives(gm)
-    begins = [predict(nodes, costs, unwaited={first}).begins[second] for costs in (free, busy)]
+    begins = [predict(nodes, costs, unwaited={first}).begins[second] for costs in (free, slow)]
     assert begins[1] - begins[0] == pytest.approx(0.5 * 5.0)
 
 

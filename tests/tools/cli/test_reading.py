@@ -221,11 +221,14 @@ def test_a_transfer_hides_behind_what_computes_meanwhile():
 
 
 def test_a_collective_delays_what_computes_beside_it():
-    sends = CollectiveRecord(kind="all_gather", group="0", seconds=5.0, busy=2.0)
+    sends = CollectiveRecord(kind="all_gather", group="0", seconds=5.0, delay=2.0)
     send = NodeRecord("send", "call_function", "send", collective=sends)
-    nodes = (send, _timed("work", 4.0), _timed("wait", 0.0, "send", waits=True))
-    timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", nodes))
-    assert (timeline.seconds, timeline.exposed) == (6.0, 0.0)
+    work, wait = _timed("work", 4.0), _timed("wait", 0.0, "send", waits=True)
+    found = []
+    for nodes in ((send, work, wait), (send, wait, work)):  # a wait delays nothing
+        timeline = simulate(GraphRecord("dsgraph-graph", 1, "g", 0, 1, "forward", 0, "", nodes))
+        found.append((timeline.seconds, timeline.exposed))
+    assert found == [(6.0, 0.0), (9.0, 5.0)]
 
 
 def test_time_in_the_queue_is_told_from_time_under_way():

@@ -64,8 +64,8 @@ class Timeline:
 
 
 def simulate(graph: GraphRecord) -> Timeline:
-    """Simulate a graph as `passes.analysis.predicted_times` does, and with transfers between tiers: a link for each."""
-    now = 0.0  # when the computation is ready for the next
+    """Simulate a graph as `predict` of passes/analysis does, which needs torch; transfers to tiers have links, too."""
+    now = delay = 0.0  # when the computation is ready for the next; by how much it is late
     free: dict[str, float] = {}  # when each link is
     computed: list[tuple[NodeRecord, float, float]] = []
     started: dict[str, tuple[NodeRecord, float, float]] = {}
@@ -77,8 +77,8 @@ def simulate(graph: GraphRecord) -> Timeline:
         if link is not None:
             begin = max(now, free.get(link, 0.0))
             free[link] = begin + _seconds(node)
-            now += node.collective.busy if node.collective else 0.0
             started[node.name] = (node, begin, free[link])
+            delay += node.collective.delay if node.collective else 0.0
             started_by[node.name] = node.name
         elif node.target == "operator.getitem" and node.inputs[0] in started_by:
             started_by[node.name] = started_by[node.inputs[0]]  # one result of a coalesced collective
@@ -87,10 +87,10 @@ def simulate(graph: GraphRecord) -> Timeline:
             _, begin, end = started[name]
             exposed[name] = exposed.get(name, 0.0) + max(0.0, end - now)
             queued[name] = queued.get(name, 0.0) + max(0.0, begin - now)
-            now = max(now, end)
+            now, delay = max(now, end), max(0.0, delay - max(0.0, end - now))
         elif node.seconds:
-            computed.append((node, now, now + node.seconds))
-            now += node.seconds
+            computed.append((node, now, now + node.seconds + delay))
+            now, delay = now + node.seconds + delay, 0.0
     transfers = []
     for name, (node, begin, end) in started.items():
         behind = tuple(each for each, start, stop in computed if start < end and stop > begin)

@@ -22,8 +22,8 @@ _RANKS = 2
 
 _DESCRIPTION = """\
 Measure how fast this machine multiplies matrices, copies memory and starts kernels, how fast NVIDIA GPUs exchange
-pinned memory with the host, and the latency and bandwidth of each kind of collective: with gloo over --nproc ranks, and
-with the GPUs' backend over all GPUs if there are several.
+pinned memory with the host, the latency and bandwidth of each kind of collective, and how much longer computation takes
+beside it: with gloo over --nproc ranks, and with the GPUs' backend over all GPUs if there are several.
 The results are written to dsgraph/calibration in the user's cache folder (XDG_CACHE_HOME or ~/.cache), one file per
 host and device. Earlier results for groups of other sizes are kept. Compiling uses the results of the first rank's host
 on all ranks, or defaults if there are none. To train across hosts, run `torchrun ... -m dsgraph calibrate` on all of
@@ -102,18 +102,16 @@ def _write(record: CalibrationRecord) -> tuple[CalibrationRecord, Path]:
 def _describe(record: CalibrationRecord, path: Path) -> str:
     threads = f", {record.threads} thread{'s' * (record.threads > 1)} a rank" if record.threads else ""
     rows = [[f"matrix product, {dtype}", f"{rate / 1e9:.4g} GFLOP/s"] for dtype, rate in record.flops_per_s.items()]
-    rows += [
-        ["copy, read and written", f"{record.bytes_per_s / 1e9:.4g} GB/s"],
-        ["smallest kernel", f"{1e6 * record.kernel_s:.3g} us"],
-    ]
+    rows.append(["copy, read and written", f"{record.bytes_per_s / 1e9:.4g} GB/s"])
+    rows.append(["smallest kernel", f"{1e6 * record.kernel_s:.3g} us"])
     rows += [
         [f"{tier.tier}, pinned, each way", f"{tier.bytes_per_s / 1e9:.4g} GB/s after {1e6 * tier.latency_s:.3g} us"]
         for tier in record.tiers
     ]
     parts = [f"{record.device} of {record.host} ({record.device_type}{threads})", table(rows, ["device", ""])]
     if record.links:
-        headers = ["collective", "backend", "ranks", "hosts", "latency us", "MB/s sent", "fit off by"]
-        parts.append(table(_link_rows(record), headers, right=(2, 3, 4, 5, 6)))
+        headers = ["collective", "backend", "ranks", "hosts", "latency us", "MB/s sent", "fit off by", "delay"]
+        parts.append(table(_link_rows(record), headers, right=(2, 3, 4, 5, 6, 7)))
     return "\n".join([*parts, f"written to {path}"])
 
 
@@ -122,6 +120,7 @@ def _link_rows(record: CalibrationRecord) -> Sequence[Sequence[str]]:
         [
             *(link.kind, link.backend, str(link.ranks), str(link.hosts)),
             *(f"{1e6 * link.latency_s:.4g}", f"{link.bytes_per_s / 1e6:.4g}", f"{100 * link.error:.0f} %"),
+            f"{100 * link.delay:.0f} %",
         ]
         for link in record.links
     ]
