@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from dsgraph.passes import CostModel, PassContext, PassError, Phase, Pipeline, Runner, graph_pass
 from dsgraph.passes.analysis.cost import sent_bytes
+from dsgraph.passes.analysis.hardware import DEVICES, Link
 from dsgraph.passes.analysis.memory import MemoryKind, simulate
 from dsgraph.passes.core.collective_order import collective_lines
 from dsgraph.passes.ir import collectives as table
@@ -138,6 +139,14 @@ def test_dumps_and_lines_that_ranks_compare_know_it(kind):
     assert (record.kind, record.group, record.ranks, record.sent) == (kind.kind, "0", 2, sent_bytes(started, 2))
     (line,) = collective_lines(gm, _context())
     assert line.startswith(f"{kind.op} [") and "over shard" in line
+
+
+def test_dumps_know_by_how_much_it_delays_what_is_computed():
+    gm, _ = _graph(TABLE.by_kind["all_reduce"])
+    costs = CostModel(DEVICES["cpu"], (SHARD,), {"0": Link(1e-3, 1e9, delay=0.5)})
+    nodes = Describer().nodes(gm, PassContext(Phase.FORWARD, (SHARD,), costs=costs))
+    (record,) = [node.collective for node in nodes if node.collective is not None]
+    assert record.delay == 0.5 * record.seconds > 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ENTRIES if kind.start is not None], ids=lambda kind: kind.kind)
