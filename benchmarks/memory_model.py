@@ -118,7 +118,7 @@ class Measured:
         self._graphs = Graphs()
         self._steps = 0
         torch.manual_seed(0)
-        module = dsgraph.partition(self._case.build(), stage=stage)
+        module = dsgraph.partition(self._case.build(), stage=stage, blocks="none")  # its passes record one graph
         pipeline = dsgraph.default_pipeline() + [RecordForward(self._graphs), RecordBackward(self._graphs)]
         options: dict[str, Any] = {"codegen": codegen, "pipeline": pipeline, **more}
         self._model: Any = torch.compile(module, backend="dsgraph", options=options)
