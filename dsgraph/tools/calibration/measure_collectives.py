@@ -53,7 +53,8 @@ def measure_collectives(
     kinds = [kind for kind in kinds if kind.only_on in ("", backend)]
     end = time.perf_counter() + seconds
     samples: dict[str, list[tuple[int, float]]] = {kind.kind: [] for kind in kinds}
-    turn = lost = spent = 0.0  # seconds that one call of every kind takes
+    turn = 0.0  # seconds that one call of every kind takes
+    lost = spent = 0.0  # seconds of delay, and of the collectives that caused it
     sizes = SIZES + _MORE_SIZES.get(backend, ())
     for number, size in enumerate(sizes):
         guess = turn * size / sizes[number - 1]

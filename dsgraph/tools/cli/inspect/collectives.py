@@ -115,10 +115,10 @@ def _queue(timeline: Timeline) -> str:
 
 
 def _row(transfer: Transfer) -> list[str]:
-    node, sent, moved = transfer.node, transfer.node.collective, transfer.node.transfer or _NOTHING
-    how = [sent.kind, _why(node), _axis(node)] if sent else [moved.tier, _why(node)]
-    seconds = ((sent.seconds or 0.0) if sent else moved.seconds, transfer.exposed, transfer.queued)
-    size = bytes_text(sent.sent if sent else moved.bytes)
+    node, collective, moved = transfer.node, transfer.node.collective, transfer.node.transfer or _NOTHING
+    how = [collective.kind, _why(node), _axis(node)] if collective else [moved.tier, _why(node)]
+    seconds = ((collective.seconds or 0.0) if collective else moved.seconds, transfer.exposed, transfer.queued)
+    size = bytes_text(collective.sent if collective else moved.bytes)
     return [node.name, *how, size, *map(ms_text, seconds), _overlaps(transfer)]
 
 
