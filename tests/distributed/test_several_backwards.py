@@ -188,6 +188,7 @@ def _all(ways: list[str], steps: Any, codegens: list[str | None]) -> list[str]:
 def test_gradients_are_those_of_one_process(ranks):
     assert ranks(2).run(_all, [way.__name__ for way in WAYS], STEPS[1:2], [None]) == [[], []]
     assert ranks(2).run(_all, ["two_forwards", "reentrant"], STEPS[:1], ["eager"]) == [[], []]
+    assert ranks(2).run(_all, ["in_a_hook"], STEPS[4:], [None]) == [[], []]
 
 
 @pytest.mark.full

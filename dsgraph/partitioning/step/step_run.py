@@ -67,6 +67,7 @@ class StepRun:
     _backward: Run | None = None
     _of: Forward | None = None
     _task: int = _NONE
+    _ends: Callable[[], Callable[[], None] | None] = lambda: None
     _present: dict[ParameterState, Tensor] = field(default_factory=dict)
     _given: set[ParameterState] = field(default_factory=set)
     _held: dict[ParameterState, tuple[Tensor, Version]] = field(default_factory=dict)
@@ -353,7 +354,9 @@ class StepRun:
         if self._task != running_backward():
             self._finish_backward()
             self._task, self._beside = running_backward(), {}
-            at_end_of_backward(self._end_backward)
+            end = partial(self._end_backward)  # torch keeps it as long as the backward runs
+            self._ends = weakref.ref(end)
+            at_end_of_backward(end)
         if self._of is forward:
             return self._backward
         if self._backward is not None and self._backward.next_call != _NONE:
@@ -403,10 +406,11 @@ class StepRun:
             self._note(forward)
 
     def _finish_backward(self) -> None:
-        """Forget the running backward. One that raised an error has not ended: its plan is run out."""
+        """Forget the running backward. If another one began inside it, or it raised an error, its plan is run out."""
         try:
             if self._backward is not None and self._backward.next_call != _NONE:
-                self._given.clear()  # what it has computed may have been dropped since
+                if self._ends() is None:  # an error: what it has computed may have been dropped since
+                    self._given.clear()
                 self._leave_backward("the backward did not end")
         finally:
             self._backward, self._of, self._task, self._present, self._given = None, None, _NONE, {}, set()
