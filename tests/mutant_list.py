@@ -1798,6 +1798,16 @@ PARALLEL = (
         killers=("tests/distributed/test_pipeline_outputs.py",),
     ),
     Mutant(
+        *("strict-looks-in-one-graph", "dsgraph/tools/reporting/strict.py", "wrong bound"),
+        *("refuse_unused_kernels", "all(note in each", "any(note in each"),
+        killers=("tests/tools/reporting/test_strict.py",),
+    ),
+    Mutant(
+        *("backward-in-a-backward-is-an-error", "dsgraph/partitioning/step/step_run.py", "missing check"),
+        *("StepRun._finish_backward", "if self._ends() is None:", "if True:"),
+        killers=("tests/distributed/test_several_backwards.py",),
+    ),
+    Mutant(
         *("repeated-results-not-relayed", "passes/parallel/stages/stage_graphs.py", "missing step"),
         *("stage_graphs", ".difference(results)", ""),
         killers=("tests/distributed/test_pipeline_outputs.py",),

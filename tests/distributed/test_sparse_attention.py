@@ -73,7 +73,8 @@ def _train(stage: int) -> None:
     for mine, theirs in zip(_losses(ran, [dist.get_rank()]), expected, strict=True):
         dist.all_reduce(mine)
         torch.testing.assert_close(mine / dist.get_world_size(), theirs, rtol=1e-5, atol=1e-6)
-    assert "2 attentions in blocks of 4" in str(dsgraph.report(ran))
+    count = "1 attention" if stage == 3 else "2 attentions"  # at stage 3 two blocks share a graph
+    assert f"{count} in blocks of 4" in str(dsgraph.report(ran))
 
 
 @pytest.mark.full  # tests/passes/kernels/test_sparsify_attention.py has the models; the passes over gathers know none

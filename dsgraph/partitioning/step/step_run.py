@@ -354,8 +354,7 @@ class StepRun:
         if self._task != running_backward():
             self._finish_backward()
             self._task, self._beside = running_backward(), {}
-            end = partial(self._end_backward)  # torch keeps it as long as the backward runs
-            self._ends = weakref.ref(end)
+            self._ends = weakref.ref(end := partial(self._end_backward))  # torch keeps it as long as the backward runs
             at_end_of_backward(end)
         if self._of is forward:
             return self._backward

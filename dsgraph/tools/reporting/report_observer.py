@@ -9,11 +9,12 @@ from dsgraph.compiler.frames import Capture
 from dsgraph.compiler.memory_limit.limit_scope import over_limit
 from dsgraph.compiler.options import BackendOptions
 from dsgraph.compiler.request import CompileOutcome, CompileRequest, CompileWatch
+from dsgraph.partitioning.state import partition_states
 from dsgraph.passes import PassContext
 
 from .compile_log import CompileEntry, CompileLog, owners_among
 from .measure import Measurements
-from .strict import refuse_capture, refuse_compile, refuse_given_up, refuse_without_effect
+from .strict import refuse_capture, refuse_compile, refuse_given_up, refuse_unused_kernels, refuse_without_effect
 
 
 class ReportObserver:
@@ -75,7 +76,15 @@ class _Measuring(CompileWatch):
         record = _record(request, self._measured, outcome)
         if request.options.strict:
             refuse_compile(record)
+            refuse_unused_kernels(self._of_model(record, request))
         self._log.add(record, owners_among(request.inputs, request.module))
+
+    def _of_model(self, record: CompileEntry, request: CompileRequest) -> list[CompileEntry]:
+        """Return the graphs of a model, once they are known: with repeated blocks when their step is planned."""
+        parts = partition_states(request.module) if request.module is not None else []
+        if not any(part.step.blocks for part in parts):
+            return [record]
+        return self._log.of(parts[0].root.modules()) if request.facts.is_step else []
 
 
 def _record(request: CompileRequest, measured: Measurements, outcome: CompileOutcome) -> CompileEntry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from dsgraph.compat.compiled import recompile_limit
 from dsgraph.compiler.frames import Capture, remedy
@@ -85,8 +85,7 @@ def refuse_without_effect(request: CompileRequest) -> None:
 def refuse_compile(record: CompileEntry) -> None:
     """Refuse what was asked for and not done.
 
-    Checkpoint regions that were not honoured, ops without a lowering, kernels that were asked for and are found
-    nowhere, passes that switch caches off.
+    Checkpoint regions that were not honoured, ops without a lowering, passes that switch caches off.
 
     Raises:
         StrictError: Names the value, op or pass, its place and what to do.
@@ -104,21 +103,30 @@ def refuse_compile(record: CompileEntry) -> None:
                 f"strict: Inductor has no lowering of {op} ({calls} calls in the graphs of {where}) and runs it as it "
                 f"is: register one (torch._inductor.lowering.register_lowering), {_WITHOUT}"
             )
-    for item in record.passes:
-        for note in item.notes:
-            if note.endswith(NOWHERE):
-                others = (
-                    "; ".join(other for other in item.notes if other is not note)
-                    or "the graph contains nothing similar"
-                )
-                if item.name == SparsifyAttention().name:
-                    raise StrictError(f"strict: {note} of {where}: {others}. Drop the option, {_WITHOUT}")
-                raise StrictError(f"strict: kernel {note} of {where}: {others}. Drop it from 'kernels', {_WITHOUT}")
     if record.unidentified:
         raise StrictError(
             f"strict: pass {record.unidentified[0]} cannot be identified, so that torch's caches were off for {where}: "
             f"define it in a file, without variables of an enclosing function, or give it a `fingerprint`, {_WITHOUT}"
         )
+
+
+def refuse_unused_kernels(records: Sequence[CompileEntry]) -> None:
+    """Refuse kernels that were asked for and are found in no graph of a model.
+
+    Raises:
+        StrictError: Names the kernel, what was found and what to do.
+    """
+    runs = [item for record in records for item in record.passes]
+    for name in dict.fromkeys(run.name for run in runs):
+        notes = [run.notes for run in runs if run.name == name]
+        for note in notes[0]:
+            if note.endswith(NOWHERE) and all(note in each for each in notes):
+                others = dict.fromkeys(other for each in notes for other in each if not other.endswith(NOWHERE))
+                found = "; ".join(others) or "the graph contains nothing similar"
+                where = records[0].capture.where + f" and {len(notes) - 1} more" * (len(notes) > 1)
+                is_option = name == SparsifyAttention().name
+                what, drop = ("", "the option") if is_option else ("kernel ", "it from 'kernels'")
+                raise StrictError(f"strict: {what}{note} of {where}: {found}. Drop {drop}, {_WITHOUT}")
 
 
 def _refuse_break(place: str, reason: str, capture: Capture) -> None:

@@ -130,6 +130,50 @@ def test_strict_refuses_a_kernel_that_is_found_nowhere():
     assert torch.equal(relaxed(x), Halved()(x))
 
 
+class _Stack(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_NormBlock(dim) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Normed(nn.Module):
+    """Blocks with a norm over a dimension, of which the kernel computes the last, and a layer before them."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.stack = nn.Linear(8, 8), _Stack(dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stack(torch.tanh(self.first(x))).sum()
+
+
+class _NormBlock(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear, self.dim = nn.Linear(8, 8), dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return h * torch.rsqrt(h.pow(2).mean(self.dim, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("dim", (-1, 0))
+def test_strict_looks_for_a_kernel_in_all_graphs_of_a_model_with_blocks(fake_ranks, dim):
+    model = dsgraph.partition(_Normed(dim), stage=3, keep_whole_below=0)
+    compiled = torch.compile(model, backend="dsgraph", options={**STRICT, "kernels": ["rms_norm"]})
+    loss = compiled(torch.randn(4, 8))
+    if dim == -1:
+        loss.backward()
+        return
+    with pytest.raises(dsgraph.StrictError, match=r"kernel rms_norm was requested.* and \d more: .*not over the last"):
+        loss.backward()
+
+
 def test_strict_lets_a_model_pass_that_calls_torchs_attention_itself():
     class Attention(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
