@@ -136,6 +136,7 @@ def test_the_memory_of_a_step_counts_all_parameters_once(fake_ranks):
 
 @pytest.mark.inductor
 def test_the_memory_of_units_that_inductor_compiles_is_known(fake_ranks):
-    memory = report_of(codegen="inductor").memory
+    with torch._inductor.config.patch(force_disable_caches=True):  # what comes from a cache has no prediction
+        memory = report_of(codegen="inductor").memory
     assert memory is not None
     assert memory.peak == pytest.approx(report_of().memory.peak, rel=0.1)
